@@ -55,7 +55,7 @@ def test_a_name_that_leads_home_is_the_address_itself(monkeypatch: pytest.Monkey
     assert local_address_towards("head.example:29400") == "head.example"
 
 
-def test_a_name_that_nobody_knows_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_name_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the endpoint, and the two flags that solve the problem."""
 
     def fail(*_: object, **__: object) -> None:
@@ -192,13 +192,13 @@ def test_a_port_of_the_workers_is_not_taken_from_them() -> None:
         assert program.stdout is not None
         port = int(program.stdout.readline())
         assert not is_taken_by_another(port, os.getpid())
-        stranger_to = program.pid
-        assert is_taken_by_another(port, stranger_to)
+        unrelated_pid = program.pid
+        assert is_taken_by_another(port, unrelated_pid)
         program.communicate()
-    assert not is_taken_by_another(port, stranger_to)
+    assert not is_taken_by_another(port, unrelated_pid)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        assert is_taken_by_another(bound.getsockname()[1], stranger_to)
+        assert is_taken_by_another(bound.getsockname()[1], unrelated_pid)
 
 
 def test_of_several_endpoints_the_first_that_can_be_found_shows_the_way(

@@ -96,7 +96,7 @@ async def test_a_daemon_of_a_fork_dies_with_it_and_no_neighbours(how: Spawner, t
     assert read_process(pids["daemon.1"]) is None
 
 
-async def test_what_can_not_be_loaded_is_said_for_each_worker(tmp_path: Path) -> None:
+async def test_a_failed_load_is_reported_for_each_worker(tmp_path: Path) -> None:
     """A call whose module does not exist is a failure to start, with the reason."""
     (tmp_path / "call").write_bytes(pickle.dumps({}) + b"cno_such_module\nwork\n.")
     async with Spawner(start_forkserver(tmp_path)) as spawner:

@@ -26,7 +26,7 @@ class Names:
         return self._resolve("127.0.0.1", port, **attributes)
 
 
-async def test_a_name_that_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod's name exists once the pod runs; other pods may run before it."""
     names = Names(questions=3)
     monkeypatch.setattr(socket, "getaddrinfo", names.getaddrinfo)
@@ -34,7 +34,7 @@ async def test_a_name_that_comes_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert names.questions == 0
 
 
-async def test_a_name_that_never_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_never_resolves_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error has one line and includes the time spent on retries."""
     monkeypatch.setattr(socket, "getaddrinfo", Names(questions=10**9).getaddrinfo)
     with pytest.raises(

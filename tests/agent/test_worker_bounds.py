@@ -29,7 +29,7 @@ async def spawner() -> AsyncIterator[Spawner]:
         yield spawner
 
 
-async def said_by(spawner: Spawner, spec: WorkerSpec) -> str:
+async def output_of(spawner: Spawner, spec: WorkerSpec) -> str:
     """Run a worker to its end; return its output."""
     assert spec.stdout is not None
     exits: list[WorkerExit] = []
@@ -47,7 +47,7 @@ async def test_a_worker_has_its_limits_and_the_agent_keeps_its_own(spawner: Spaw
     spec = WorkerSpec(
         0, [sys.executable, "-c", program], ENVIRONMENT, stdout=tmp_path / "out", rlimits=limits
     )
-    assert await said_by(spawner, spec) == f"[(0, 0), {OPEN_FILES}, (-1, -1)]\n"
+    assert await output_of(spawner, spec) == f"[(0, 0), {OPEN_FILES}, (-1, -1)]\n"
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
@@ -90,10 +90,10 @@ async def test_few_descriptors_are_no_trouble_for_the_start(spawner: Spawner, tm
     spec = WorkerSpec(
         0, ["sh", "-c", "ulimit -n"], ENVIRONMENT, stdout=tmp_path / "out", rlimits={"nofile": (5, 5)}
     )
-    assert await said_by(spawner, spec) == "5\n"
+    assert await output_of(spawner, spec) == "5\n"
 
 
-async def test_a_limit_that_can_not_be_set_says_so(spawner: Spawner) -> None:
+async def test_a_limit_that_can_not_be_set_is_reported(spawner: Spawner) -> None:
     """The failure to start is one line: which limit, and a remedy."""
     most = (1 << 40, 1 << 40)  # more than fs.nr_open allows, also for root
     spec = WorkerSpec(4, ["true"], ENVIRONMENT, rlimits={"nofile": most})
@@ -122,11 +122,11 @@ print(masks)
     argv = [sys.executable, "-c", program]
     bound = WorkerSpec(0, argv, ENVIRONMENT, stdout=tmp_path / "bound", cpus=chosen)
     free = WorkerSpec(1, argv, ENVIRONMENT, stdout=tmp_path / "free")
-    assert await said_by(spawner, bound) == f"{[set(chosen)] * 2}\n"
-    assert await said_by(spawner, free) == f"{[os.sched_getaffinity(0)] * 2}\n"
+    assert await output_of(spawner, bound) == f"{[set(chosen)] * 2}\n"
+    assert await output_of(spawner, free) == f"{[os.sched_getaffinity(0)] * 2}\n"
 
 
-async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
+async def test_missing_processors_are_reported(spawner: Spawner) -> None:
     """The failure to start is one line."""
     spec = WorkerSpec(0, ["true"], ENVIRONMENT, cpus=frozenset({4000, 4001, 4003}))
     with pytest.raises(
@@ -135,7 +135,7 @@ async def test_processors_that_are_not_there_say_so(spawner: Spawner) -> None:
         await spawn_one(spawner, spec, lambda how: None)
 
 
-async def test_a_signal_goes_to_those_it_is_meant_for(spawner: Spawner, tmp_path: Path) -> None:
+async def test_a_signal_goes_only_to_the_chosen_workers(spawner: Spawner, tmp_path: Path) -> None:
     """Only the chosen workers of a group get it."""
     program = f"""
 import signal, os, pathlib, time

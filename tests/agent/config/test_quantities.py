@@ -21,13 +21,13 @@ from rallypoint.agent.config.rlimits import Quantity, QuantityError, parse_quant
         ("0k", Quantity(bytes=0)),
     ],
 )
-def test_what_is_an_amount(text: str, amount: Quantity) -> None:
+def test_valid_quantities_are_parsed(text: str, amount: Quantity) -> None:
     """Decimal and binary units, and percentages."""
     assert parse_quantity(text) == amount
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1GiB", "GiB", "1PiB", "1 2", "101%", "2", "2b", "1e9k", "nan%"])
-def test_what_is_none(text: str) -> None:
+def test_invalid_quantities_are_rejected(text: str) -> None:
     """A user who wrote disk:2 did not mean two bytes."""
     with pytest.raises(QuantityError):
         parse_quantity(text)

@@ -39,7 +39,7 @@ def test_limits_are_read(text: str, expected: tuple[str, tuple[int, int]]) -> No
         ("as=99999999999999T", "too large for the kernel"),
     ],
 )
-def test_mistakes_are_told_in_one_line(text: str, expected: str) -> None:
+def test_mistakes_are_reported_in_one_line(text: str, expected: str) -> None:
     """The error has the wrong part, and the expected form."""
     with pytest.raises(RlimitError) as caught:
         parse_rlimit(text)
@@ -56,7 +56,7 @@ def test_limits_from_a_program_are_checked_as_well() -> None:
     assert "ofile" not in KNOWN
 
 
-def test_what_the_kernel_would_refuse_each_worker_is_refused_at_once() -> None:
+def test_a_limit_that_the_kernel_would_refuse_is_refused_at_once() -> None:
     """The hard limit is above this process's own, also for root; this process keeps its limits."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with pytest.raises(RlimitError, match=f"nofile=1000000000000: .* its hard limit, which is {before[1]};"):

@@ -88,7 +88,7 @@ def test_the_agents_own_timeouts_are_no_part_of_the_run() -> None:
         ("scale_up_policy", "unspecified", "none of immediate, on-restart"),
     ],
 )
-def test_what_can_not_be_honoured_is_told_in_one_line(key: str, value: str, told: str) -> None:
+def test_an_invalid_setting_is_reported_in_one_line(key: str, value: str, told: str) -> None:
     """The line has the key, and its valid values."""
     with pytest.raises(RunSettingError) as caught:
         rendezvous_conf({key: value}, (1, 1), 0)

@@ -74,7 +74,7 @@ def test_a_round_is_confirmed_when_frozen_and_started_when_final() -> None:
     assert state.workers is Workers.RUNNING
 
 
-def test_what_is_told_twice_is_done_once() -> None:
+def test_a_repeated_update_has_no_effect() -> None:
     """Updates are states, not steps: an update without a difference has no effect."""
     assert play(frozen(1), frozen(1))[1] == []
     assert play(frozen(1), final(1), final(1))[1] == []
@@ -86,7 +86,7 @@ def test_a_final_round_that_was_never_confirmed_here_is_not_started() -> None:
     assert play(frozen(1), final(2))[1] == []
 
 
-def test_without_a_place_nothing_runs() -> None:
+def test_a_spare_starts_nothing() -> None:
     """A spare waits, in all phases of the round."""
     assert play(core.RunUpdated(Phase.FROZEN), core.RunUpdated(Phase.FINAL))[1] == []
 
@@ -139,13 +139,13 @@ def test_a_failure_that_the_end_of_its_round_has_overtaken_is_reported_all_the_s
         core.MembershipEnded(),
     ],
 )
-def test_a_failure_that_was_overtaken_by_the_end_of_its_lease_or_run_is_nobody_s(event: core.Event) -> None:
+def test_a_failure_after_the_end_of_its_lease_or_run_is_ignored(event: core.Event) -> None:
     """A node that leaves must not cost the others a restart, and no other server would accept the report."""
     state, _ = play(event, state=RUNNING)
     assert play(core.GroupFailed(), state=state) == (state, [])
 
 
-def test_a_failure_is_none_of_workers_that_are_gone() -> None:
+def test_a_failure_of_stopped_workers_is_ignored() -> None:
     """It would be attributed to a round that has not begun, or is forgotten."""
     state, _ = play(joinable(), core.GroupStopped(), state=RUNNING)
     assert play(core.GroupFailed(), state=state) == (state, [])
@@ -181,7 +181,7 @@ def test_leaving_departs_stops_then_leaves() -> None:
     assert state.finished
 
 
-def test_leaving_is_asked_for_once() -> None:
+def test_a_second_stop_request_changes_nothing() -> None:
     """A second request changes neither the reason nor the sequence."""
     assert play(core.StopRequested("a"), core.StopRequested("b"), state=RUNNING)[1] == []
 
@@ -436,7 +436,7 @@ def play_histories(decisions: ModuleType) -> Counter[str]:
     return done
 
 
-def test_whatever_happens_the_invariants_hold_and_the_job_can_end() -> None:
+def test_the_invariants_hold_in_any_history_and_every_job_ends() -> None:
     """This holds for any sequence of updates and a shell that carries out all effects."""
     done = play_histories(core)
     # A check that no history reaches proves nothing.
@@ -517,7 +517,7 @@ def test_past_the_exit_barrier_a_node_that_succeeded_leaves() -> None:
     assert effects == [core.Finish()]
 
 
-def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None:
+def test_a_passed_exit_barrier_does_not_stop_running_workers() -> None:
     """A node with running workers goes on, and leaves once they have succeeded."""
     state, effects = play(replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert effects == []
@@ -528,7 +528,7 @@ def test_an_exit_barrier_that_passed_stops_nobody_who_is_still_at_work() -> None
     ]
 
 
-def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
+def test_a_node_that_left_past_the_exit_barrier_leaves_only_once() -> None:
     """A signal after that would only withdraw the report of its success."""
     state, _ = play(core.GroupSucceeded(), replace(final(1), exit_barrier_passed=True), state=RUNNING)
     assert state.left
@@ -536,7 +536,7 @@ def test_who_has_left_past_the_exit_barrier_is_not_asked_to_go_again() -> None:
     assert (effects, after.leaving) == ([], None)
 
 
-def test_an_exit_barrier_of_another_round_lets_nobody_go() -> None:
+def test_an_exit_barrier_of_another_round_releases_no_node() -> None:
     """The work of the round before has to be done again."""
     state, _ = play(core.GroupSucceeded(), joinable(), frozen(2), state=RUNNING)
     _, effects = play(replace(final(2), exit_barrier_passed=True), state=state)
@@ -560,25 +560,25 @@ def test_a_worker_that_outlives_its_kill_is_reported_and_the_node_leaves() -> No
     assert (effects, state.finished, state.unhealthy) == ([core.Finish()], True, UNFIT.detail)
 
 
-def test_what_outlives_an_ordinary_stop_makes_the_node_leave_too() -> None:
+def test_a_process_that_outlives_a_stop_makes_the_node_leave_too() -> None:
     """The next round is never confirmed beside it, although it is frozen already."""
     state, effects = play(joinable(), frozen(2), UNFIT, state=RUNNING)
     assert effects == [core.SendDeparture(UNFIT.detail)]
     assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave(UNFIT.detail)]
 
 
-def test_workers_that_run_beside_it_are_stopped() -> None:
+def test_workers_beside_an_unkillable_process_are_stopped() -> None:
     """The process is found before any worker has failed."""
     assert play(UNFIT, state=RUNNING)[1] == [core.SendDeparture(UNFIT.detail), core.StopWorkers(UNFIT.detail)]
 
 
-def test_it_is_said_once() -> None:
+def test_an_unkillable_process_is_reported_once() -> None:
     """Both the kill and the stop find it."""
     state, _ = play(core.GroupFailed(), UNFIT, state=RUNNING)
     assert play(UNFIT, core.NodeUnhealthy("another"), state=state) == (state, [])
 
 
-def test_success_stands_whatever_it_left_behind() -> None:
+def test_success_stands_with_processes_left_behind() -> None:
     """A node that left then would cost the others a round; a run that has ended stays ended."""
     state, effects = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert effects == []
@@ -593,13 +593,13 @@ def test_success_stands_whatever_it_left_behind() -> None:
 
 
 @pytest.mark.parametrize("event", [joinable(), frozen(2), final(2), core.LeaseEnded("it expired")])
-def test_after_success_it_leaves_if_its_workers_are_wanted_again(event: core.Event) -> None:
+def test_after_success_an_unhealthy_node_leaves_if_the_round_re_forms(event: core.Event) -> None:
     """The round re-forms without this host, because a node was lost."""
     state, _ = play(core.GroupSucceeded(), UNFIT, state=RUNNING)
     assert play(event, state=state)[1] == [core.SendDeparture(UNFIT.detail), core.SendLeave(UNFIT.detail)]
 
 
-def test_a_node_that_leaves_already_only_remembers_it() -> None:
+def test_a_leaving_node_only_records_that_it_is_unhealthy() -> None:
     """The exit code shows it to the caller; the run receives one reason."""
     leaving, _ = play(core.StopRequested("got SIGTERM"), state=RUNNING)
     state, effects = play(UNFIT, state=leaving)
@@ -607,7 +607,7 @@ def test_a_node_that_leaves_already_only_remembers_it() -> None:
     assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave("got SIGTERM")]
 
 
-def test_out_of_the_run_it_is_only_remembered() -> None:
+def test_an_unhealthy_node_outside_the_run_reports_nothing() -> None:
     """The node has no connection left to report it."""
     out, _ = play(CLOSED, core.MembershipEnded(), state=RUNNING)
     state, effects = play(UNFIT, core.GroupStopped(), state=out)

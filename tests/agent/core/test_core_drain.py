@@ -38,7 +38,7 @@ def test_a_node_whose_workers_saved_their_state_leaves() -> None:
     assert play(core.MembershipEnded(), state=state)[1] == [core.Finish()]
 
 
-def test_the_end_of_a_drain_that_nobody_asked_for_means_nothing() -> None:
+def test_the_end_of_a_drain_without_a_request_is_ignored() -> None:
     """A second end is ignored too."""
     assert play(SAVED, state=RUNNING) == (RUNNING, [])
     state, _ = play(DRAIN, SAVED, state=RUNNING)
@@ -73,7 +73,7 @@ def test_a_round_that_ends_meanwhile_goes_on_without_the_node(event: core.Event)
     assert play(frozen(2), core.GroupStopped(), state=state)[1] == [core.SendLeave(DRAIN.detail)]
 
 
-def test_a_node_whose_workers_are_being_stopped_says_at_once_that_it_goes() -> None:
+def test_a_node_that_is_stopping_its_workers_departs_at_once() -> None:
     """The others form their round without it, and need not wait for its workers."""
     stopping, _ = play(joinable(), state=RUNNING)
     assert play(DRAIN, state=stopping)[1] == [core.SendDeparture(DRAIN.detail)]
@@ -87,7 +87,7 @@ def test_a_worker_that_fails_uses_up_no_restart() -> None:
     assert play(core.GroupStopped(), state=state)[1] == [core.SendLeave(why)]
 
 
-def test_who_is_told_to_stop_while_it_drains_goes_now() -> None:
+def test_a_stop_request_during_a_drain_takes_effect_at_once() -> None:
     """A sender of SIGTERM waits no longer."""
     _, effects = play(DRAIN, core.StopRequested("got SIGTERM"), state=RUNNING)
     assert effects == [core.SendDeparture("got SIGTERM"), core.StopWorkers("got SIGTERM")]
@@ -96,7 +96,7 @@ def test_who_is_told_to_stop_while_it_drains_goes_now() -> None:
 @pytest.mark.parametrize(
     "event", [core.StopRequested("got SIGTERM"), core.MembershipEnded(), core.NodeUnhealthy("bad memory")]
 )
-def test_who_goes_already_is_not_drained(event: core.Event) -> None:
+def test_a_node_that_already_leaves_is_not_drained(event: core.Event) -> None:
     """It has a reason, and its workers are being stopped."""
     state, _ = play(event, state=RUNNING)
     assert play(DRAIN, state=state) == (state, [])
@@ -110,7 +110,7 @@ def test_a_run_that_closes_meanwhile_ends_the_drain() -> None:
     assert (effects, state.leaving) == ([core.Finish()], None)
 
 
-def test_the_exit_barrier_keeps_nobody_who_is_drained() -> None:
+def test_the_exit_barrier_does_not_keep_a_drained_node() -> None:
     """This holds before and after it has passed."""
     barrier = replace(final(1), exit_barrier_passed=True)
     _, effects = play(DRAIN, barrier, core.GroupSucceeded(), state=RUNNING)

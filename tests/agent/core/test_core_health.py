@@ -29,21 +29,21 @@ def test_the_first_round_is_confirmed_once_the_host_was_found_healthy() -> None:
     assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
-def test_what_is_found_after_the_round_froze_is_enough() -> None:
+def test_a_check_that_ends_after_the_freeze_is_enough() -> None:
     """One slow check serves both phases."""
     state, effects = play(joinable(), frozen(1), state=CHECKED)
     assert effects == []
     assert play(FOUND, state=state)[1] == [core.SendConfirm(1)]
 
 
-def test_a_round_that_was_confirmed_is_not_looked_at_again() -> None:
+def test_a_confirmed_round_causes_no_second_check() -> None:
     """Updates are repeated."""
     state, _ = play(frozen(1), FOUND, state=CHECKED)
     assert play(frozen(1), state=state)[1] == []
     assert play(final(1), state=state)[1] == [core.StartWorkers(seat(1), 0)]
 
 
-def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
+def test_after_a_failure_here_the_host_is_checked_again() -> None:
     """Earlier results are invalid; the check waits for the end of the workers, and the confirmation for the check."""
     state, effects = play(core.GroupFailed(), joinable(), state=RUNNING)
     assert effects == []
@@ -54,18 +54,18 @@ def test_after_a_failure_here_the_host_is_looked_at_anew() -> None:
     assert play(FOUND, state=state)[1] == [core.SendConfirm(2)]
 
 
-def test_after_a_failure_elsewhere_what_was_found_a_moment_ago_will_do() -> None:
+def test_after_a_failure_on_another_host_a_recent_check_is_enough() -> None:
     """The same applies to a round that grows."""
     assert play(joinable(), core.GroupStopped(), state=RUNNING)[1] == [core.CheckHealth(fresh=False)]
 
 
-def test_a_node_that_lost_its_lease_is_looked_at_anew() -> None:
+def test_a_node_that_lost_its_lease_is_checked_again() -> None:
     """The reason for its missing heartbeats is unknown."""
     _, effects = play(core.LeaseEnded("no heartbeat"), core.GroupStopped(), state=RUNNING)
     assert effects == [core.CheckHealth(fresh=True)]
 
 
-def test_a_spare_is_looked_at_when_it_takes_its_place() -> None:
+def test_a_spare_is_checked_when_it_joins_a_round() -> None:
     """This holds also if it was healthy when it began to wait."""
     state, effects = play(joinable(), FOUND, core.RunUpdated(Phase.FINAL), joinable(), state=CHECKED)
     assert effects == []
@@ -80,7 +80,7 @@ def test_a_host_that_is_not_healthy_leaves_with_the_reason() -> None:
     assert play(frozen(1), FOUND, state=state)[1] == []
 
 
-def test_who_is_told_to_stop_does_not_wait_for_the_verdict() -> None:
+def test_a_stop_request_does_not_wait_for_the_check() -> None:
     """A closed run does not wait for it either."""
     state, _ = play(joinable(), state=CHECKED)
     stop = core.StopRequested("got SIGTERM")
@@ -88,7 +88,7 @@ def test_who_is_told_to_stop_does_not_wait_for_the_verdict() -> None:
     assert play(CLOSED, core.MembershipEnded(), state=state)[1] == [core.Finish()]
 
 
-def test_a_host_is_not_looked_at_for_a_run_that_is_over() -> None:
+def test_a_host_is_not_checked_for_a_run_that_is_over() -> None:
     """Its workers failed, and there is no other round."""
     state, _ = play(core.GroupFailed(), CLOSED, core.GroupStopped(), state=RUNNING)
     assert not state.examining

@@ -12,7 +12,7 @@ from rallypoint.rendezvous.core.state import Phase
 SETTLING = core.RunUpdated(Phase.FINAL, seat(1), settling=True)
 
 
-def test_a_node_whose_workers_run_looks_for_who_has_raised() -> None:
+def test_a_node_with_running_workers_collects_failures() -> None:
     """Its worker may have been the first to fail, and slow to exit. The workers run on meanwhile."""
     state, effects = play(SETTLING, state=RUNNING)
     assert effects == [core.CollectFailures()]
@@ -29,13 +29,13 @@ def test_a_node_whose_workers_run_looks_for_who_has_raised() -> None:
         (core.RunUpdated(Phase.FROZEN, seat(2)),),
     ],
 )
-def test_one_whose_workers_do_not_run_has_nothing_to_look_for(events: tuple[core.Event, ...]) -> None:
+def test_a_node_without_running_workers_collects_nothing(events: tuple[core.Event, ...]) -> None:
     """Failures were already reported when the workers were stopped."""
     state, _ = play(*events, state=RUNNING)
     assert core.CollectFailures() not in play(SETTLING, state=state)[1]
 
 
-def test_of_a_round_that_does_not_run_here_nothing_is_said() -> None:
+def test_no_failures_are_collected_for_another_round() -> None:
     """The workers here belong to another round, and are stopped."""
     later = core.RunUpdated(Phase.FINAL, seat(2), settling=True)
     assert [type(effect) for effect in play(later, state=RUNNING)[1]] == [core.StopWorkers]

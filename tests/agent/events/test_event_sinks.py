@@ -73,7 +73,7 @@ def test_a_line_that_breaks_off_spoils_no_other(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_told_of_once_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_once_and_harms_no_other_sink(caplog: pytest.LogCaptureFixture) -> None:
     """The other sinks get their events, and the log has one error."""
     taken: list[str] = []
     full = open_event_log("file:/dev/full")
@@ -87,7 +87,7 @@ def test_a_full_disk_is_told_of_once_and_hurts_nobody(caplog: pytest.LogCaptureF
     assert "No space left on device" in record.getMessage()
 
 
-def test_a_sink_that_recovers_is_told_of_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_again_is_logged_again(caplog: pytest.LogCaptureFixture) -> None:
     """It is logged once for each series of failures, not once for every event."""
     works = iter([False, False, True, False])
 
@@ -104,7 +104,7 @@ def test_a_sink_that_recovers_is_told_of_again(caplog: pytest.LogCaptureFixture)
     assert "moody" in lost[0]
 
 
-def test_a_sink_that_hangs_delays_nobody_and_costs_bounded_memory(
+def test_a_hanging_sink_causes_no_delay_and_uses_bounded_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The agent goes on, and its end waits for a limited time."""
@@ -165,7 +165,7 @@ def test_a_program_can_plug_a_sink_of_its_own_in(monkeypatch: pytest.MonkeyPatch
         ("ours", r"the entry point 'ours' \(collections:nothing\) raised AttributeError"),
     ],
 )
-def test_a_sink_that_can_not_be_had_is_told_of_in_one_line(
+def test_an_unusable_sink_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, text: str, sentence: str
 ) -> None:
     """The error is raised before anything is started."""
@@ -174,7 +174,7 @@ def test_a_sink_that_can_not_be_had_is_told_of_in_one_line(
         check_event_log(text)
 
 
-def test_what_was_checked_is_left_closed(tmp_path: Path) -> None:
+def test_a_checked_sink_is_left_closed(tmp_path: Path) -> None:
     """A check may be made long before the job, or instead of it."""
     before = len(os.listdir("/proc/self/fd"))
     assert check_event_log(f"file:{tmp_path}/events") == f"file:{tmp_path}/events"

@@ -53,7 +53,7 @@ def test_rounds_and_restarts_are_histograms_of_seconds() -> None:
     assert scraped.figure("agent_restart_seconds_bucket", part="total", le="1.0") == 0
 
 
-def test_workers_are_counted_by_what_they_do_in_the_latest_round() -> None:
+def test_workers_are_counted_by_their_state_in_the_latest_round() -> None:
     """A new round begins with none."""
     scraped = Scraped()
 
@@ -74,7 +74,7 @@ def test_workers_are_counted_by_what_they_do_in_the_latest_round() -> None:
     assert workers() == [0, 0, 0, 0]
 
 
-def test_states_health_drains_and_what_is_left_of_the_budget() -> None:
+def test_states_health_drains_and_remaining_restarts() -> None:
     """Exactly one state is 1 at a time."""
     scraped = Scraped()
     scraped.hears("AGENT_STATE", restart_count=1, state="HEALTHY")
@@ -91,7 +91,7 @@ def test_states_health_drains_and_what_is_left_of_the_budget() -> None:
     assert scraped.figure("agent_drains_total") == 1
 
 
-def test_what_is_left_of_a_budget_that_comes_back_with_time_is_not_known_here() -> None:
+def test_remaining_restarts_of_a_budget_that_refills_are_unknown() -> None:
     """A job of a month would seem to have none left, although all its restarts were weeks ago."""
     scraped = Scraped()
     scraped.subject = replace(SUBJECT, max_restarts=None)
@@ -125,7 +125,7 @@ def test_ends_of_jobs_are_counted_as_torchelastic_does_and_their_gauges_go() -> 
             assert scraped.figure(f"agent_run_{how}_{retries}_retries_total") == 1
 
 
-def test_what_workers_measure_has_a_bounded_number_of_names() -> None:
+def test_measurements_have_a_bounded_number_of_names() -> None:
     """A program that puts its step into the name must not fill the memory of all servers that store metrics."""
     scraped = Scraped()
     scraped.hears("MEASURED", Source.WORKER, name="save", duration=2.0)
@@ -141,12 +141,12 @@ def test_what_workers_measure_has_a_bounded_number_of_names() -> None:
     assert scraped.figure("worker_seconds_count", name="save") == 3
 
 
-def test_events_that_no_figure_is_made_of_are_nothing_to_stumble_over() -> None:
+def test_events_without_a_metric_are_ignored() -> None:
     """New events may be added at any time."""
     Scraped().hears("SOMETHING_NEW")
 
 
-def test_whether_a_watchdog_guards_the_workers_is_one_figure() -> None:
+def test_the_state_of_the_watchdog_is_one_metric() -> None:
     """It exists from the first known state to the end of the job."""
     scraped = Scraped()
     assert scraped.figure("agent_watchdog_up", run_id="run-1") is None

@@ -34,7 +34,7 @@ def _exit(local_rank: int, at: float, code: int = 0, *, during_stop: bool = Fals
     return WorkerExit(local_rank, 100 + local_rank, returned, number, at, time, during_stop=during_stop)
 
 
-class Tale:
+class RecordedJob:
     """An event recorder, with the core whose decisions it gets and a clock of the test."""
 
     def __init__(self) -> None:
@@ -89,19 +89,19 @@ class Tale:
 
 
 @pytest.fixture
-def tale() -> Tale:
-    return Tale()
+def job() -> RecordedJob:
+    return RecordedJob()
 
 
-def _details(tale: Tale, name: str) -> dict[str, Any]:
-    (event,) = [each for each in tale.events if each.name == name]
+def _details(job: RecordedJob, name: str) -> dict[str, Any]:
+    (event,) = [each for each in job.events if each.name == name]
     return dict(event.details)
 
 
-def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
+def test_a_first_round_is_formed_ranked_and_started(job: RecordedJob) -> None:
     """RENDEZVOUS lasts from the join to the last confirmation, ranking from the ranks to that, a start to exec."""
-    tale.runs()
-    assert [(each.source, each.name, each.duration) for each in tale.events] == [
+    job.runs()
+    assert [(each.source, each.name, each.duration) for each in job.events] == [
         (Source.AGENT, "AGENT_STATE", 1.0),
         (Source.AGENT, "RENDEZVOUS", 3.0),
         (Source.AGENT, "ASSIGN_WORKER_RANKS", 1.0),
@@ -109,7 +109,7 @@ def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
         (Source.WORKER, "START", 1.0),
         (Source.AGENT, "AGENT_STATE", 3.0),
     ]
-    assert tale.events[-1].as_record() == {
+    assert job.events[-1].as_record() == {
         "time": EPOCH + 4,
         "event": "AGENT_STATE",
         "source": "AGENT",
@@ -122,7 +122,7 @@ def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
         "state": "HEALTHY",
         "previous": "INIT",
     }
-    assert _details(tale, "RENDEZVOUS") == {
+    assert _details(job, "RENDEZVOUS") == {
         "group_rank": 0,
         "group_world_size": 2,
         "base_rank": 0,
@@ -130,33 +130,33 @@ def test_a_first_round_is_formed_ranked_and_started(tale: Tale) -> None:
     }
 
 
-def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
+def test_the_parts_of_a_restart_after_a_failure_here(job: RecordedJob) -> None:
     """It lasts from the death of the worker until all run again; the run's update arrives while the others stop."""
-    tale.runs()
-    tale.told()
-    tale.fails(10.1, _exit(1, 10.0, -9))
-    assert tale.told() == [
+    job.runs()
+    job.told()
+    job.fails(10.1, _exit(1, 10.0, -9))
+    assert job.told() == [
         ("FAILED", 6.0),
         ("AGENT_STATE", pytest.approx(6.1)),
         ("DETECTED", pytest.approx(0.1)),
     ]
-    tale.update(10.3, Phase.FROZEN, 2, restart_count=1)
-    assert tale.told() == [("TOLD", pytest.approx(0.2))]
-    tale.ends(10.5, _exit(0, 10.5, -15, during_stop=True))
-    tale.hears(10.6, core.GroupStopped())
-    assert tale.told() == [
+    job.update(10.3, Phase.FROZEN, 2, restart_count=1)
+    assert job.told() == [("TOLD", pytest.approx(0.2))]
+    job.ends(10.5, _exit(0, 10.5, -15, during_stop=True))
+    job.hears(10.6, core.GroupStopped())
+    assert job.told() == [
         ("TERMINATED", 6.5),
         ("STOPPED", pytest.approx(0.5)),
         ("AGENT_STATE", pytest.approx(0.5)),
     ]
-    tale.update(11.0, Phase.FINAL, 2, restart_count=1)
-    assert tale.told() == [
+    job.update(11.0, Phase.FINAL, 2, restart_count=1)
+    assert job.told() == [
         ("RENDEZVOUS", pytest.approx(0.4)),
         ("ASSIGN_WORKER_RANKS", pytest.approx(0.4)),
         ("REFORMED", pytest.approx(0.4)),
     ]
-    tale.started(12.0)
-    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    job.started(12.0)
+    (restarted,) = [each for each in job.events if each.name == "RESTARTED"]
     assert restarted.duration == pytest.approx(2.0)
     assert (restarted.round, restarted.restart_count) == (2, 1)
     assert restarted.details["parts"] == pytest.approx(
@@ -167,114 +167,114 @@ def test_the_parts_of_a_restart_after_a_failure_here(tale: Tale) -> None:
     )
 
 
-def test_a_failure_elsewhere_is_neither_detected_nor_told_of_here(tale: Tale) -> None:
+def test_a_failure_on_another_host_has_only_local_parts(job: RecordedJob) -> None:
     """This host can't know the detection time of the others; it measures only its own steps."""
-    tale.runs()
-    tale.update(10.0, Phase.JOINABLE)
-    tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, Phase.FROZEN, 2)
-    tale.update(11.5, Phase.FINAL, 2)
-    tale.told()
-    tale.started(12.0)
-    parts = _details(tale, "RESTARTED")["parts"]
+    job.runs()
+    job.update(10.0, Phase.JOINABLE)
+    job.hears(10.5, core.GroupStopped())
+    job.update(11.0, Phase.FROZEN, 2)
+    job.update(11.5, Phase.FINAL, 2)
+    job.told()
+    job.started(12.0)
+    parts = _details(job, "RESTARTED")["parts"]
     assert parts == pytest.approx({"stopped": 0.5, "reformed": 1.0, "started": 0.5})
 
 
-def test_workers_that_had_succeeded_are_started_again_without_being_stopped(tale: Tale) -> None:
+def test_workers_that_had_succeeded_are_started_again_without_being_stopped(job: RecordedJob) -> None:
     """A worker of another host failed before the end of the run."""
-    tale.runs()
+    job.runs()
     for local_rank in (0, 1):
-        tale.ends(8.0, _exit(local_rank, 8.0))
-    tale.hears(8.0, core.GroupSucceeded())
-    assert tale.chronicle.group_state is GroupState.SUCCEEDED
-    tale.told()
-    tale.update(10.0, Phase.FROZEN, 2, restart_count=1)
-    tale.update(10.5, Phase.FINAL, 2, restart_count=1)
-    tale.started(11.0)
-    assert _details(tale, "RESTARTED")["parts"] == pytest.approx({"reformed": 0.5, "started": 0.5})
+        job.ends(8.0, _exit(local_rank, 8.0))
+    job.hears(8.0, core.GroupSucceeded())
+    assert job.chronicle.group_state is GroupState.SUCCEEDED
+    job.told()
+    job.update(10.0, Phase.FROZEN, 2, restart_count=1)
+    job.update(10.5, Phase.FINAL, 2, restart_count=1)
+    job.started(11.0)
+    assert _details(job, "RESTARTED")["parts"] == pytest.approx({"reformed": 0.5, "started": 0.5})
 
 
-def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(tale: Tale) -> None:
+def test_a_round_that_falls_apart_before_it_starts_belongs_to_the_same_restart(job: RecordedJob) -> None:
     """Users wait until workers run, with any number of rounds before that."""
-    tale.runs()
-    tale.fails(10.0, _exit(0, 10.0, 1))
-    tale.update(10.0, Phase.FROZEN, 2)
-    tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, Phase.JOINABLE)  # another node was lost
-    tale.update(15.0, Phase.FROZEN, 3)
-    tale.update(16.0, Phase.FINAL, 3)
-    tale.started(16.5)
-    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    job.runs()
+    job.fails(10.0, _exit(0, 10.0, 1))
+    job.update(10.0, Phase.FROZEN, 2)
+    job.hears(10.5, core.GroupStopped())
+    job.update(11.0, Phase.JOINABLE)  # another node was lost
+    job.update(15.0, Phase.FROZEN, 3)
+    job.update(16.0, Phase.FINAL, 3)
+    job.started(16.5)
+    (restarted,) = [each for each in job.events if each.name == "RESTARTED"]
     assert restarted.duration == pytest.approx(6.5)
     assert restarted.details["parts"]["reformed"] == pytest.approx(5.5)
     assert restarted.details["parts"]["stopped"] == pytest.approx(0.5)
 
 
-def test_a_round_that_ends_while_its_workers_are_started(tale: Tale) -> None:
+def test_a_round_that_ends_while_its_workers_are_started(job: RecordedJob) -> None:
     """The workers are stopped, which adds to the restart; it ends only with a complete start."""
-    tale.runs()
-    tale.fails(10.0, _exit(0, 10.0, 1))
-    tale.hears(11.0, core.GroupStopped())
-    tale.update(11.0, Phase.FROZEN, 2)
-    tale.update(12.0, Phase.FINAL, 2)
-    tale.update(12.2, Phase.JOINABLE)
-    tale.started(12.3)
-    assert tale.chronicle.group_state is not GroupState.HEALTHY
-    tale.hears(12.7, core.GroupStopped())
-    tale.update(13.0, Phase.FROZEN, 3)
-    tale.update(13.0, Phase.FINAL, 3)
-    tale.started(14.0)
-    (restarted,) = [each for each in tale.events if each.name == "RESTARTED"]
+    job.runs()
+    job.fails(10.0, _exit(0, 10.0, 1))
+    job.hears(11.0, core.GroupStopped())
+    job.update(11.0, Phase.FROZEN, 2)
+    job.update(12.0, Phase.FINAL, 2)
+    job.update(12.2, Phase.JOINABLE)
+    job.started(12.3)
+    assert job.chronicle.group_state is not GroupState.HEALTHY
+    job.hears(12.7, core.GroupStopped())
+    job.update(13.0, Phase.FROZEN, 3)
+    job.update(13.0, Phase.FINAL, 3)
+    job.started(14.0)
+    (restarted,) = [each for each in job.events if each.name == "RESTARTED"]
     assert restarted.duration == pytest.approx(4.0)
     assert restarted.details["parts"]["stopped"] == pytest.approx(1.5)
 
 
-def test_a_spare_does_not_wait_for_a_restart(tale: Tale) -> None:
+def test_a_spare_does_not_wait_for_a_restart(job: RecordedJob) -> None:
     """Its hours as a spare count neither for the round nor for a restart."""
-    tale.update(1.0, Phase.FINAL)  # it came when the round was full
-    tale.update(5000.0, Phase.JOINABLE)
-    tale.update(5000.5, Phase.FROZEN, 2)
-    tale.update(5001.0, Phase.FINAL, 2)
-    assert ("RENDEZVOUS", 1.0) in tale.told()
-    tale.started(5001.5)
-    assert tale.told("RESTARTED") == []
+    job.update(1.0, Phase.FINAL)  # it came when the round was full
+    job.update(5000.0, Phase.JOINABLE)
+    job.update(5000.5, Phase.FROZEN, 2)
+    job.update(5001.0, Phase.FINAL, 2)
+    assert ("RENDEZVOUS", 1.0) in job.told()
+    job.started(5001.5)
+    assert job.told("RESTARTED") == []
 
 
-def test_who_becomes_a_spare_is_not_restarting_for_as_long_as_it_is_one(tale: Tale) -> None:
+def test_a_node_that_becomes_a_spare_is_not_restarting(job: RecordedJob) -> None:
     """The others went on without it."""
-    tale.runs()
-    tale.update(10.0, Phase.JOINABLE)
-    tale.hears(10.5, core.GroupStopped())
-    tale.update(11.0, Phase.FINAL)
-    tale.update(5000.0, Phase.FROZEN, 3)
-    tale.update(5000.5, Phase.FINAL, 3)
-    tale.told()
-    tale.started(5001.0)
-    assert tale.told("RESTARTED") == []
+    job.runs()
+    job.update(10.0, Phase.JOINABLE)
+    job.hears(10.5, core.GroupStopped())
+    job.update(11.0, Phase.FINAL)
+    job.update(5000.0, Phase.FROZEN, 3)
+    job.update(5000.5, Phase.FINAL, 3)
+    job.told()
+    job.started(5001.0)
+    assert job.told("RESTARTED") == []
 
 
-def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(tale: Tale) -> None:
+def test_a_worker_that_ends_before_the_start_of_its_neighbours_has_started_once(job: RecordedJob) -> None:
     """Its end may be known first; its start is still reported, before the end."""
-    tale.update(1.0, Phase.JOINABLE)
-    tale.update(2.0, Phase.FROZEN, 1)
-    tale.update(3.0, Phase.FINAL, 1)
-    tale.told()
-    tale.ends(3.1, _exit(1, 3.1))
-    tale.started(3.5)
-    assert tale.told("START", "SUCCEEDED") == [
+    job.update(1.0, Phase.JOINABLE)
+    job.update(2.0, Phase.FROZEN, 1)
+    job.update(3.0, Phase.FINAL, 1)
+    job.told()
+    job.ends(3.1, _exit(1, 3.1))
+    job.started(3.5)
+    assert job.told("START", "SUCCEEDED") == [
         ("START", pytest.approx(0.1)),
         ("SUCCEEDED", 0.0),
         ("START", 0.5),
     ]
 
 
-def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> None:
+def test_a_worker_that_never_ran_has_failed_without_a_duration(job: RecordedJob) -> None:
     """There is no program, or no process can be made."""
-    tale.runs()
+    job.runs()
     at = Timestamp(5.0, EPOCH + 5)
-    (event,) = tale.chronicle.worker_lost(1, 1, 0, "there is no program", at, kind="not_started")
+    (event,) = job.chronicle.worker_lost(1, 1, 0, "there is no program", at, kind="not_started")
     assert (event.name, event.duration, event.details["kind"]) == ("FAILED", None, "not_started")
-    (event,) = tale.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at, kind="hung")
+    (event,) = job.chronicle.worker_lost(1, 1, 77, "it outlived SIGKILL", at, kind="hung")
     assert (event.details["pid"], event.details["kind"]) == (77, "hung")
 
 
@@ -287,52 +287,52 @@ def test_a_worker_that_never_ran_has_failed_without_a_duration(tale: Tale) -> No
         (143, "TERMINATED", GroupState.STOPPED),
     ],
 )
-def test_the_end_of_a_job_says_how_long_all_of_it_took(
-    tale: Tale, exit_code: int, name: str, standing: GroupState
+def test_the_end_of_a_job_has_its_total_duration(
+    job: RecordedJob, exit_code: int, name: str, standing: GroupState
 ) -> None:
     """A stopped job has neither succeeded nor failed."""
-    tale.runs()
-    tale.told()
-    tale.events = tale.chronicle.ended(exit_code, "so it ended", Timestamp(60.0, EPOCH + 60))
-    assert tale.chronicle.group_state is standing
-    last = tale.events[-1]
+    job.runs()
+    job.told()
+    job.events = job.chronicle.ended(exit_code, "so it ended", Timestamp(60.0, EPOCH + 60))
+    assert job.chronicle.group_state is standing
+    last = job.events[-1]
     assert (last.source, last.name, last.duration) == (Source.AGENT, name, 60.0)
     assert last.details == {"exit_code": exit_code, "reason": "so it ended"}
 
 
-def test_a_host_that_is_drained_says_so_once(tale: Tale) -> None:
+def test_a_drained_host_records_one_event(job: RecordedJob) -> None:
     """Its workers run on for a while; a second request adds no event."""
-    tale.runs()
-    tale.told()
-    tale.hears(10.0, core.DrainRequested("drained: maintenance"))
-    (event,) = [each for each in tale.events if each.name == "DRAINING"]
+    job.runs()
+    job.told()
+    job.hears(10.0, core.DrainRequested("drained: maintenance"))
+    (event,) = [each for each in job.events if each.name == "DRAINING"]
     assert event.details == {"reason": "drained: maintenance"}
-    tale.hears(11.0, core.DrainRequested("drained: once more"))
-    assert tale.told("DRAINING") == [("DRAINING", None)]
+    job.hears(11.0, core.DrainRequested("drained: once more"))
+    assert job.told("DRAINING") == [("DRAINING", None)]
 
 
-def test_how_long_it_took_to_look_into_the_health_of_the_host(tale: Tale) -> None:
+def test_the_duration_of_a_health_check_is_recorded(job: RecordedJob) -> None:
     """The check delays a restart, so it must be visible in the events."""
-    tale.state = core.AgentState(checks=True)
-    tale.update(1.0, Phase.FROZEN, 1)
-    tale.hears(1.75, core.HealthChecked())
-    assert ("EXAMINED", 0.75) in tale.told()
+    job.state = core.AgentState(checks=True)
+    job.update(1.0, Phase.FROZEN, 1)
+    job.hears(1.75, core.HealthChecked())
+    assert ("EXAMINED", 0.75) in job.told()
 
 
 @pytest.mark.parametrize("leaving", [core.StopRequested("got SIGTERM"), core.NodeUnhealthy("disk is full")])
-def test_who_leaves_is_not_restarting(tale: Tale, leaving: core.Event) -> None:
+def test_a_node_that_leaves_is_not_restarting(job: RecordedJob, leaving: core.Event) -> None:
     """Its workers are stopped, and not started again."""
-    tale.runs()
-    tale.hears(10.0, leaving)
-    tale.hears(10.5, core.GroupStopped())
-    assert tale.told("STOPPED", "RESTARTED") == []
-    assert tale.chronicle.group_state is GroupState.STOPPED
+    job.runs()
+    job.hears(10.0, leaving)
+    job.hears(10.5, core.GroupStopped())
+    assert job.told("STOPPED", "RESTARTED") == []
+    assert job.chronicle.group_state is GroupState.STOPPED
 
 
-def test_a_watchdog_that_comes_and_goes_says_how_long_it_was_otherwise(tale: Tale) -> None:
+def test_a_watchdog_event_has_the_duration_of_the_previous_state(job: RecordedJob) -> None:
     """The first event counts from the start of the job."""
     told = [
-        tale.chronicle.watchdog(up, "the timer service does not answer" * (not up), Timestamp(at, EPOCH + at))
+        job.chronicle.watchdog(up, "the timer service does not answer" * (not up), Timestamp(at, EPOCH + at))
         for at, up in ((1.5, True), (10.0, False), (12.0, True))
     ]
     assert [(each.name, each.duration) for each in told] == [

@@ -72,14 +72,12 @@ def test_a_file_is_looked_for_by_the_kernel_s_pattern(pattern: str, adds_pid: bo
         ("core", DUMPED, -1, "; it left a core dump that was not found (core_pattern 'core')"),
     ],
 )
-def test_where_there_is_no_file_it_is_said_how_to_get_one(
-    pattern: str, how: WorkerExit, limit: int, hint: str
-) -> None:
+def test_a_missing_core_dump_has_a_hint(pattern: str, how: WorkerExit, limit: int, hint: str) -> None:
     """The hint may also name the program that has it."""
     assert judged(pattern, how, limit=limit, there=False)[0] == CoreDump(hint=hint)
 
 
-def test_ends_that_leave_none_need_no_word() -> None:
+def test_ends_without_a_core_dump_need_no_hint() -> None:
     """Examples are an exit code, and a signal that dumps no core."""
     for how in (
         WorkerExit(0, 1, 1, None, at=5.0, time=1.8e9),

@@ -16,14 +16,14 @@ from rallypoint.worker.record import write_error_file
 WRITTEN = 1_800_000_000.25
 
 
-def story_of(path: Path, content: object) -> ErrorRecord | None:
+def record_of(path: Path, content: object) -> ErrorRecord | None:
     """Write a file and return the record that is read: text is written unchanged, other content as JSON."""
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     os.utime(path, (WRITTEN, WRITTEN))
     return read_error_file(path)
 
 
-def test_ours_says_when_exactly_and_whether_it_is_for_good(tmp_path: Path) -> None:
+def test_our_error_file_has_the_exact_time_and_the_permanence(tmp_path: Path) -> None:
     """The reader returns the values that `record` wrote: message, traceback, time, permanence."""
     for error, permanent in ((ValueError("bad"), False), (Unrecoverable("worse"), True)):
         path = tmp_path / "error.json"
@@ -44,26 +44,26 @@ def test_torch_s_is_read(tmp_path: Path) -> None:
     """Its timestamp has whole seconds: the file's own time is more precise."""
     extra = {"py_callstack": "Traceback\nValueError: bad\n", "timestamp": "1800000000"}
     content = {"message": {"message": "ValueError: bad", "extraInfo": extra, "errorCode": 3}}
-    assert story_of(tmp_path / "e", content) == ErrorRecord(
+    assert record_of(tmp_path / "e", content) == ErrorRecord(
         "ValueError: bad", "Traceback\nValueError: bad", False, WRITTEN, None
     )
-    assert story_of(tmp_path / "e", {"message": "in short"}) == ErrorRecord(
+    assert record_of(tmp_path / "e", {"message": "in short"}) == ErrorRecord(
         "in short", "", False, WRITTEN, None
     )
 
 
 @pytest.mark.parametrize("content", [7, [], {}, {"message": 7}, {"message": []}, "", "[" * 100_000, "\0ÿ"])
-def test_what_makes_no_sense_is_nothing(tmp_path: Path, content: object) -> None:
+def test_an_invalid_error_file_has_no_record(tmp_path: Path, content: object) -> None:
     """A missing file has no record either."""
-    assert story_of(tmp_path / "e", content) is None
+    assert record_of(tmp_path / "e", content) is None
     assert read_error_file(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("ours", [7, [], {}, {"monotonic": "1"}, {"monotonic": float("nan"), "permanent": 1}])
-def test_what_makes_no_sense_beside_the_message_is_left_out(tmp_path: Path, ours: object) -> None:
+def test_invalid_fields_beside_the_message_are_ignored(tmp_path: Path, ours: object) -> None:
     """The rest is still used."""
     content = {"message": {"message": "bad", "extraInfo": {"rallypoint": ours}}}
-    assert story_of(tmp_path / "e", content) == ErrorRecord("bad", "", False, WRITTEN, None)
+    assert record_of(tmp_path / "e", content) == ErrorRecord("bad", "", False, WRITTEN, None)
 
 
 def failed(tmp_path: Path, kind: FailureKind, exit_code: int) -> WorkerFailure:

@@ -53,7 +53,7 @@ def write_error_file(logs: WorkerLogs, content: object, written: float = ENDED -
     os.utime(logs.error_file, (written, written))
 
 
-def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
+def test_the_error_file_is_the_best_source(logs: WorkerLogs) -> None:
     """Message, traceback and the time of the exception, instead of the time of the exit, come from `record`."""
     extra = {"py_callstack": TRACEBACK + "\n", "timestamp": "1799999998"}
     write_error_file(logs, {"message": {"message": "ValueError: bad", "extraInfo": extra}})
@@ -73,7 +73,7 @@ def test_the_error_file_is_the_best_evidence(logs: WorkerLogs) -> None:
     )
 
 
-def test_the_moment_is_what_the_worker_says_or_that_of_the_file_within_its_life(logs: WorkerLogs) -> None:
+def test_the_failure_time_is_the_worker_s_or_the_file_s_within_its_life(logs: WorkerLogs) -> None:
     """The clock of a file server or a container may differ: a time outside the worker's life is ignored."""
 
     def moment(monotonic: object, written: float, since: float = 2.0) -> tuple[float | None, float]:
@@ -90,7 +90,7 @@ def test_the_moment_is_what_the_worker_says_or_that_of_the_file_within_its_life(
     assert moment(None, ENDED + 3600) == (5.0, ENDED)
 
 
-def test_a_kind_says_what_end_it_had(logs: WorkerLogs) -> None:
+def test_each_end_has_its_kind(logs: WorkerLogs) -> None:
     """It is an exit code, a signal, an exception in the log or the error file, or a lack of memory."""
     assert describe(ended(3), logs).kind is FailureKind.EXIT_CODE
     assert describe(ended(None, 11), logs).kind is FailureKind.SIGNAL
@@ -105,7 +105,7 @@ def test_a_kind_says_what_end_it_had(logs: WorkerLogs) -> None:
     assert hung.kind is FailureKind.HUNG
 
 
-def test_a_worker_that_starved_is_told_unless_it_had_raised_just_before(logs: WorkerLogs) -> None:
+def test_an_oom_kill_is_reported_unless_the_worker_had_just_raised(logs: WorkerLogs) -> None:
     """An older exception was caught: it did not end the worker."""
     starved = "killed by the kernel OOM killer (SIGKILL): the host had no memory left"
 
@@ -119,7 +119,7 @@ def test_a_worker_that_starved_is_told_unless_it_had_raised_just_before(logs: Wo
     assert (late.kind, late.message, late.at) == (FailureKind.OUT_OF_MEMORY, starved, 500.0)
 
 
-def test_93_is_for_good_and_so_is_an_error_file_that_says_so(logs: WorkerLogs) -> None:
+def test_code_93_and_a_permanent_error_file_are_permanent(logs: WorkerLogs) -> None:
     """Each of them is enough."""
     assert not describe(ended(1), logs).permanent
     assert describe(ended(93), logs).permanent
@@ -129,7 +129,7 @@ def test_93_is_for_good_and_so_is_an_error_file_that_says_so(logs: WorkerLogs) -
     assert describe(ended(1), logs).permanent
 
 
-def test_a_core_dump_is_told_of_only_where_a_signal_is_all_there_is(logs: WorkerLogs) -> None:
+def test_a_core_dump_is_mentioned_only_without_an_exception(logs: WorkerLogs) -> None:
     """It adds nothing to an exception's message; the path is still in the report."""
     core = CoreDump("/cores/core.4242", "; hint")
 
@@ -155,7 +155,7 @@ def test_a_malformed_error_file_is_tolerated(logs: WorkerLogs, content: str) -> 
     assert describe(ended(5), logs).message == "exited with code 5"
 
 
-def test_without_an_error_file_the_log_tells(logs: WorkerLogs) -> None:
+def test_without_an_error_file_the_log_is_used(logs: WorkerLogs) -> None:
     """The report has the last traceback in standard error, after any amount of other output."""
     logs.stderr.write_bytes(b"\xff noise\n" * 50_000 + TRACEBACK.encode() + b"\n")
     failure = describe(ended(), logs)
@@ -178,7 +178,9 @@ def test_a_traceback_of_long_ago_does_not_explain_a_kill(logs: WorkerLogs) -> No
 
 
 @pytest.mark.parametrize("full", [{"f_bavail": 0}, {"f_favail": 0}], ids=str)
-def test_a_full_disk_is_told(logs: WorkerLogs, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]) -> None:
+def test_a_full_disk_is_reported(
+    logs: WorkerLogs, monkeypatch: pytest.MonkeyPatch, full: dict[str, int]
+) -> None:
     """A worker that can't print dies because of it, and can't write the reason: its log ends in the middle."""
     counts = {"f_blocks": 10, "f_bavail": 5, "f_files": 10, "f_favail": 5}
     for number, expected in ((counts, False), ({**counts, **full}, True), (dict.fromkeys(counts, 0), False)):
@@ -211,7 +213,7 @@ def test_missing_logs_are_no_problem(tmp_path: Path) -> None:
         (ended(None, 9, inferred=True), "killed because its spawner process died"),
     ],
 )
-def test_exit_codes_and_signals_speak(how: WorkerExit, expected: str) -> None:
+def test_exit_codes_and_signals_are_described(how: WorkerExit, expected: str) -> None:
     """Each end is described by one sentence, with a hint if there is one."""
     assert sentence(how) == expected
 
@@ -242,7 +244,7 @@ def test_an_exit_code_that_is_the_programs_own_is_no_signal(logs: WorkerLogs) ->
         (-6, "OSError: [Errno 98] Address already in use", False),
     ],
 )
-def test_a_worker_says_that_an_address_was_in_use(exit_code: int, said: str, expected: bool) -> None:
+def test_an_address_in_use_is_found_in_a_failure(exit_code: int, said: str, expected: bool) -> None:
     """The text is in its message, or among its last lines."""
     failure = WorkerFailure(0, 0, "trainer", "node2", 4242, exit_code, ENDED, said)
     assert names_taken_address(failure) is expected
@@ -260,7 +262,7 @@ def test_a_port_that_was_taken_comes_before_all_that_it_causes() -> None:
     )
 
 
-def test_what_is_kept_is_bounded(logs: WorkerLogs) -> None:
+def test_message_and_traceback_are_bounded(logs: WorkerLogs) -> None:
     """A long traceback keeps its end, a long message its start, both valid text within their limits."""
     extra = {"py_callstack": "é" * 100_000 + "the end", "timestamp": "1"}
     write_error_file(logs, {"message": {"message": "begins " + "é" * 100_000, "extraInfo": extra}})

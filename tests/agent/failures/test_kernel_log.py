@@ -33,7 +33,7 @@ OLD_WORDS = "3,3,4,-;Out of memory: Kill process 4715 (python3) score 900 or sac
         ("6,1,2,-;python3[4716]: segfault at 0 ip 0 sp 0 error 4\n", 4716, None),
     ],
 )
-def test_the_kernel_s_words_are_understood(
+def test_the_kernel_s_lines_are_parsed(
     tmp_path: Path, record: str, pid: int, expected: OomKill | None
 ) -> None:
     """Each format of the kernel's lines is parsed, and no other line; a process that they don't name was not killed."""
@@ -51,7 +51,7 @@ def test_the_kernel_s_words_are_understood(
         os.close(holder)
 
 
-def test_what_was_written_before_is_not_read(tmp_path: Path) -> None:
+def test_earlier_lines_are_not_read(tmp_path: Path) -> None:
     """A PID in an old line may belong to another process now."""
     path = tmp_path / "kmsg"
     path.write_text(CHOSEN)
@@ -64,7 +64,7 @@ def test_what_was_written_before_is_not_read(tmp_path: Path) -> None:
     assert log.kill_of(4712) is not None
 
 
-def test_a_log_that_can_not_be_read_says_nothing(tmp_path: Path) -> None:
+def test_an_unreadable_log_reports_no_kill(tmp_path: Path) -> None:
     """Most users may not read the kernel's log."""
     log = KernelLog(tmp_path / "none")
     assert log.kill_of(1) is None

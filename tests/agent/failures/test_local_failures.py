@@ -11,7 +11,7 @@ def failure(rank: int, at: float) -> WorkerFailure:
     return WorkerFailure(rank, rank, "trainer", "host", 100 + rank, 1, 1.8e9 + at, "it broke", at=at)
 
 
-class Told:
+class Reported:
     """The failures that are reported."""
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Told:
         self.failures.report_first()
 
 
-def test_the_first_to_end_is_told_once() -> None:
+def test_the_first_failure_is_reported_once() -> None:
     """Later failures are its consequence."""
-    told = Told()
+    told = Reported()
     told.failures.report_first()
     for rank, at in ((2, 5.0), (0, 5.1), (1, 6.0)):
         told.end(rank, at)
@@ -39,9 +39,9 @@ def test_the_first_to_end_is_told_once() -> None:
     assert [each.rank for each in told.failures.in_order] == [2, 0, 1]
 
 
-def test_who_has_raised_before_it_is_the_first_at_once() -> None:
+def test_a_worker_that_raised_earlier_is_the_first_at_once() -> None:
     """It is reported although it has not ended."""
-    told = Told()
+    told = Reported()
     told.failures.note(failure(0, 5.05))
     told.failures.report_first([failure(3, 5.0), failure(2, 5.06)])
     assert (told.first, told.earlier) == ([3], [])
@@ -51,9 +51,9 @@ def test_who_has_raised_before_it_is_the_first_at_once() -> None:
     assert [each.rank for each in told.failures.in_order] == [3, 0, 2]
 
 
-def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
+def test_an_earlier_failure_is_reported_when_it_is_found() -> None:
     """Each earlier one is reported; a later one is not."""
-    told = Told()
+    told = Reported()
     told.end(0, 5.05)
     told.end(1, 5.02)
     told.end(2, 5.03)
@@ -61,8 +61,8 @@ def test_an_earlier_one_that_comes_to_light_is_told_too() -> None:
     assert (told.first, told.earlier) == ([0], [1, 3])
 
 
-def test_found_while_stopping_it_is_no_reason_to_stop() -> None:
+def test_a_failure_found_during_a_stop_is_no_reason_to_stop() -> None:
     """It is reported as an earlier failure."""
-    told = Told()
+    told = Reported()
     told.failures.report_first([failure(3, 5.0)], stopping=True)
     assert (told.first, told.earlier) == ([], [3])

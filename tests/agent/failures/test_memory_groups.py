@@ -64,7 +64,7 @@ def test_version_1_wins_where_both_are_mounted_and_it_has_the_controller(tmp_pat
     ]
 
 
-def test_in_a_container_the_path_begins_at_what_is_mounted(tmp_path: Path) -> None:
+def test_in_a_container_the_path_begins_at_the_mount(tmp_path: Path) -> None:
     """This holds with a cgroup namespace of its own, and with the host's path."""
     host = Host(tmp_path)
     mount = UNIFIED.replace(" / /sys", " /docker/abc /sys")

@@ -35,7 +35,7 @@ class Scene:
         self._kmsg.touch()
         self.watch = MemoryWatch(lambda: self.groups, KernelLog(self._kmsg))
 
-    def kernel_says(self, text: str) -> None:
+    def write_kernel_log(self, text: str) -> None:
         """Write a line to the kernel's log."""
         with open(self._kmsg, "a") as file:
             file.write(f"6,1,2,-;{text}\n")
@@ -49,7 +49,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.watch.close()
 
 
-def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
+def test_a_kill_by_another_process_is_no_oom_kill(scene: Scene) -> None:
     """Counts and log have no kill; a worker that ended in another way is not an OOM kill either."""
     assert scene.watch.explain(KILLED) is None
     assert scene.watch.hint(KILLED) == "; another process sent it, not the kernel OOM killer"
@@ -58,7 +58,7 @@ def test_who_was_killed_by_somebody_else_was_not_starved(scene: Scene) -> None:
     assert scene.watch.explain(replace(KILLED, signal=signal.SIGSEGV)) is None
 
 
-def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene: Scene) -> None:
+def test_a_grown_count_is_enough_and_the_lowest_reached_limit_is_named(scene: Scene) -> None:
     """The kernel's log is not needed; containers may not read it."""
     scene.groups = [replace(OWN, kills=4), replace(ABOVE, kills=4, hits=2)]
     told = "killed by the kernel OOM killer (SIGKILL): "
@@ -85,14 +85,14 @@ def test_a_grown_count_tells_and_the_lowest_limit_that_was_hit_is_the_one(scene:
         ),
     ],
 )
-def test_the_kernel_s_word_is_enough(scene: Scene, word: str, whose: str) -> None:
+def test_the_kernel_s_log_is_enough(scene: Scene, word: str, whose: str) -> None:
     """No count needs to be readable."""
-    scene.kernel_says(word)
+    scene.write_kernel_log(word)
     explained = scene.watch.explain(KILLED)
     assert explained == f"killed by the kernel OOM killer (SIGKILL): {whose}{PEAK}"
 
 
-def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
+def test_an_oom_kill_of_a_child_is_reported(scene: Scene) -> None:
     """A data loader that was killed makes its trainer raise."""
     raised = replace(KILLED, signal=None, exit_code=1)
     assert scene.watch.hint(raised) == ""
@@ -103,7 +103,7 @@ def test_one_whose_child_was_killed_is_told_so(scene: Scene) -> None:
     assert scene.watch.hint(raised) == expected
 
 
-def test_where_nothing_can_be_seen_it_is_said_where_to_look(scene: Scene) -> None:
+def test_without_counts_and_log_the_hint_names_dmesg(scene: Scene) -> None:
     """There is no cgroup with counts, and only root may read the log."""
     scene.groups = []
     assert scene.watch.explain(KILLED) is None

@@ -76,7 +76,7 @@ def test_an_end_before_the_stop_is_a_failure_and_one_after_it_is_none(scene: Sce
     scene.post_mortem.close()
 
 
-def test_who_has_raised_has_failed_although_it_has_not_ended(scene: Scene) -> None:
+def test_a_worker_that_raised_has_failed_before_it_ends(scene: Scene) -> None:
     """Its exit code is the one that it is about to return."""
     raised_at = time.monotonic()
     scene.raises(1, raised_at)
@@ -88,7 +88,7 @@ def test_who_has_raised_has_failed_although_it_has_not_ended(scene: Scene) -> No
     scene.post_mortem.close()
 
 
-def test_who_has_raised_has_failed_once_a_worker_elsewhere_has(scene: Scene) -> None:
+def test_a_worker_that_raised_has_failed_once_one_of_another_host_has(scene: Scene) -> None:
     """No worker here has ended; a second examination reports nothing new."""
     scene.post_mortem.examine({0: 100, 1: 101})
     assert scene.first == []
@@ -100,7 +100,7 @@ def test_who_has_raised_has_failed_once_a_worker_elsewhere_has(scene: Scene) -> 
     scene.post_mortem.close()
 
 
-def test_what_is_raised_because_of_the_stop_is_no_failure(scene: Scene) -> None:
+def test_an_exception_because_of_the_stop_is_no_failure(scene: Scene) -> None:
     """For example, a handler of SIGTERM may raise."""
     scene.post_mortem.stopping({0: 100, 1: 101})
     scene.raises(0, time.monotonic())

@@ -38,7 +38,7 @@ def stderr_of(program: str) -> str:
         ),
     ],
 )
-def test_what_python_writes_is_found_whole(program: str, exception: str, first_line: str) -> None:
+def test_a_traceback_of_python_is_found_complete(program: str, exception: str, first_line: str) -> None:
     """Each kind of uncaught exception has its line, and the block exactly as Python wrote it."""
     text = stderr_of(program)
     found = final_traceback("a log line\n\n" + text + "\n", at_end=True)
@@ -100,7 +100,7 @@ def test_torch_rank_prefixes_are_taken_off() -> None:
     assert final_traceback(text, at_end=True) == ("ValueError: bad", f"{FRAMES}ValueError: bad")
 
 
-def test_words_after_it_are_left_out() -> None:
+def test_output_after_the_traceback_is_left_out() -> None:
     """Output of exit handlers after an empty line is left out; further lines of the exception are kept."""
     text = f"{FRAMES}RuntimeError: CUDA error\nCompile with X\n\nwandb: synced\n"
     assert final_traceback(text, at_end=True) == (
@@ -109,7 +109,7 @@ def test_words_after_it_are_left_out() -> None:
     )
 
 
-def test_an_old_one_counts_only_for_who_died_of_an_exception() -> None:
+def test_an_old_traceback_counts_only_for_an_exception() -> None:
     """A traceback logged long before is no reason for a kill, but may be one for exit code 1."""
     text = f"{FRAMES}OSError: retried\n" + "step\n" * 100
     assert final_traceback(text, at_end=True) is None

@@ -13,7 +13,7 @@ from support.waiting import PATIENCE
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _generous_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for processes, and for their inspection, as long as a loaded machine needs."""
     monkeypatch.setattr(python_stacks, "FIRST_OUTPUT_TIMEOUT", PATIENCE)
     monkeypatch.setattr(python_stacks, "QUIET", 0.5)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from agent.hung_process import hung
-from rallypoint.agent.hangs import diagnostics as evidence_module
+from rallypoint.agent.hangs import diagnostics as diagnostics_module
 from rallypoint.agent.hangs import python_stacks
 from rallypoint.agent.hangs.diagnostics import (
     Diagnostics,
@@ -52,7 +52,7 @@ def suspects(*pids: int) -> Iterator[Sequence[InspectedProcess]]:
 # ---- the text
 
 
-def test_the_first_line_says_who_hangs_where_and_what_it_waits_for() -> None:
+def test_the_first_line_has_the_worker_the_place_and_the_wait() -> None:
     """One sentence has all that a person needs at night."""
     assert found().summary == (
         "rank 2, process 7, hangs in 'step', which may take 60 s: it waits for a lock or another thread, "
@@ -82,7 +82,7 @@ def test_the_first_line_says_who_hangs_where_and_what_it_waits_for() -> None:
         ),
     ],
 )
-def test_waiting_is_told_from_computing(cpu: float, state: str, says: str) -> None:
+def test_waiting_is_distinguished_from_computing(cpu: float, state: str, says: str) -> None:
     """The processor time since the scope began, and the current state, make the difference."""
     assert says in found(cpu, replace(MAIN, state=state)).summary
 
@@ -93,19 +93,19 @@ def test_a_thread_in_uninterruptible_sleep_is_named_although_the_main_thread_is_
     assert "its thread 9 (writer) is in uninterruptible sleep: it waits" in found(10.2, MAIN, stuck).summary
 
 
-def test_without_a_first_figure_nothing_is_said_of_processor_time() -> None:
+def test_without_a_first_figure_no_processor_time_is_reported() -> None:
     """The timer was set directly at the service, by an unknown process."""
     summary = found(hang=replace(HANG, cpu_seconds=None)).summary
     assert summary.endswith(": its main thread waits for a lock or another thread, in step (t.py:31)")
 
 
-def test_with_nothing_found_the_hang_itself_is_told() -> None:
+def test_with_nothing_found_only_the_hang_is_reported() -> None:
     """The process may be gone."""
     evidence = Diagnostics(replace(HANG, pid=0), 2)
     assert evidence.text == "rank 2 hangs in 'step', which may take 60 s"
 
 
-def test_the_text_has_the_stacks_before_what_the_kernel_says() -> None:
+def test_the_text_has_the_stacks_before_the_kernel_s_data() -> None:
     """It lists the missing parts."""
     evidence = found()
     evidence.gaps.append("the moon")
@@ -118,7 +118,7 @@ def test_the_text_has_the_stacks_before_what_the_kernel_says() -> None:
 # ---- the collection
 
 
-async def test_holder_and_worker_are_both_asked(pipe: StackPipe) -> None:
+async def test_holder_and_worker_are_both_examined(pipe: StackPipe) -> None:
     """A child of the worker may hold the timer, while the worker waits for it."""
     with hung(pipe.path, "gil") as child, hung(pipe.path, "lock") as worker, suspects(child, worker) as asked:
         await until(
@@ -154,7 +154,7 @@ async def test_py_spy_helps_where_the_process_is_silent(
     async def spy(pid: int) -> str:
         return f"stacks of {pid}"
 
-    monkeypatch.setattr(evidence_module, "spy", spy)
+    monkeypatch.setattr(diagnostics_module, "spy", spy)
     monkeypatch.setattr(python_stacks, "FIRST_OUTPUT_TIMEOUT", 0.05)
     with hung(pipe.path, "silent") as pid, suspects(pid) as asked:
         evidence = Diagnostics(replace(HANG, pid=pid), 2)
@@ -178,7 +178,7 @@ async def test_a_stopped_process_is_resumed_only_if_it_is_to_be_killed(
     assert "it was stopped by a signal" in evidence.summary
 
 
-async def test_what_hangs_costs_no_more_than_the_bound(
+async def test_a_hanging_inspection_takes_no_longer_than_the_bound(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even a read of /proc may hang: the process may hold a lock that the read needs."""
@@ -187,7 +187,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
     def hang(_pid: int) -> None:
         release.wait(4 * PATIENCE)
 
-    monkeypatch.setattr(evidence_module, "inspect_process", hang)
+    monkeypatch.setattr(diagnostics_module, "inspect_process", hang)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         await asyncio.wait_for(collect_diagnostics(evidence, asked, pipe, 0.05), PATIENCE)
@@ -195,7 +195,7 @@ async def test_what_hangs_costs_no_more_than_the_bound(
     assert "longer than 0.05 s" in evidence.text
 
 
-async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stacks_collected_in_time_are_kept(pipe: StackPipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time limit cancels the last method, and keeps the results of the ones before it."""
 
     timeout, bounds = asyncio.timeout, list[asyncio.Timeout]()
@@ -211,7 +211,7 @@ async def test_what_was_said_in_time_is_kept(pipe: StackPipe, monkeypatch: pytes
         raise AssertionError
 
     monkeypatch.setattr(asyncio, "timeout", remember)
-    monkeypatch.setattr(evidence_module, "spy", spy)
+    monkeypatch.setattr(diagnostics_module, "spy", spy)
     with hung(pipe.path, "lock") as first, hung(None, "lock") as second, suspects(first, second) as asked:
         evidence = Diagnostics(replace(HANG, pid=first), 2)
         await collect_diagnostics(evidence, asked, pipe, 3600.0)
@@ -227,7 +227,7 @@ async def test_a_failure_of_ours_is_a_gap_and_no_failure(
     def fail(_pid: int) -> None:
         raise RuntimeError("no such thing")
 
-    monkeypatch.setattr(evidence_module, "inspect_process", fail)
+    monkeypatch.setattr(diagnostics_module, "inspect_process", fail)
     evidence = Diagnostics(HANG, 2)
     with suspects(os.getpid()) as asked:
         await collect_diagnostics(evidence, asked, pipe, PATIENCE)

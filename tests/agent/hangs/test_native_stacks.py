@@ -35,7 +35,7 @@ def when(pid: int, condition: Callable[[ProcessLook], bool]) -> ProcessLook:
     return look(pid)
 
 
-def test_a_thread_that_waits_says_for_what() -> None:
+def test_a_waiting_thread_has_the_reason() -> None:
     """State, wait channel and system call agree for a process that sleeps."""
     with hung(None, "gil") as pid:
         main = when(pid, lambda look: "nanosleep" in look.main.call).main
@@ -44,7 +44,7 @@ def test_a_thread_that_waits_says_for_what() -> None:
         assert main.meaning == "sleeps for a time it chose"
 
 
-def test_a_stopped_process_is_told_apart() -> None:
+def test_a_stopped_process_is_recognized() -> None:
     """It waits for no resource: a signal has stopped it."""
     with hung(None, "stopped") as pid:
         stopped = when(pid, lambda look: look.stopped)
@@ -77,7 +77,7 @@ def test_only_signals_with_a_handler_are_caught() -> None:
         assert not caught & {signal.SIGUSR1, signal.SIGTERM, signal.SIGABRT}
 
 
-def test_nobody_is_there_to_be_looked_at() -> None:
+def test_an_ended_process_is_no_error() -> None:
     """A process may end at any moment; that is no error."""
     with subprocess.Popen(["true"]) as process:
         process.wait()
@@ -118,7 +118,7 @@ FROZEN = Thread(
 )
 
 
-def test_a_paragraph_says_all_that_is_known_of_a_thread() -> None:
+def test_a_paragraph_has_all_known_data_of_a_thread() -> None:
     """It is written for people; numbers have units."""
     assert render_threads(ProcessLook(7, 1.5, (FROZEN,), 1)) == (
         "main thread 7 (trainer): in uninterruptible sleep in percpu_rwsem_wait: waits for a frozen file system, or "
@@ -224,7 +224,7 @@ IDLE_PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", IDLE_PROGRAMS)
-def test_what_this_kernel_says_of_idle_processes_is_understood(program: str) -> None:
+def test_idle_processes_of_this_kernel_have_no_wrong_meaning(program: str) -> None:
     """A kernel may show nothing, or an unknown name: then there is no meaning, and never a wrong one."""
     with subprocess.Popen(
         [sys.executable, "-Sc", f"print('ready', flush=True)\n{program}"],

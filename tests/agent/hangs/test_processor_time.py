@@ -19,7 +19,7 @@ def test_the_fields_are_found_behind_any_name() -> None:
     assert processor_time_in("") == 0.0
 
 
-def test_it_is_the_kernels_word() -> None:
+def test_the_time_is_the_kernels_figure() -> None:
     """The kernel counts it for this process; a reaped process has none."""
     before = time.process_time()
     told = processor_time_of(os.getpid())

@@ -64,7 +64,7 @@ def test_the_signal_is_the_workers() -> None:
         ("pool", "sleep_beside_a_pool"),
     ],
 )
-async def test_a_process_says_where_it_is_whatever_it_hangs_in(
+async def test_a_process_writes_its_stacks_in_any_kind_of_hang(
     pipe: StackPipe, way: str, function: str
 ) -> None:
     """faulthandler needs neither the GIL nor a system call that ends."""
@@ -82,14 +82,14 @@ def _is_in(pid: int, way: str) -> bool:
     return busy if way in ("computing", "pool") else look.main.state == "S" and bool(look.main.call)
 
 
-async def test_a_stopped_process_is_resumed_to_speak(pipe: StackPipe) -> None:
+async def test_a_stopped_process_is_resumed_to_write_its_stacks(pipe: StackPipe) -> None:
     """The signal is pending until it runs again, and is then handled first."""
     with hung(pipe.path, "stopped") as pid:
         await until(lambda: bool((look := inspect_process(pid)) and look.stopped), "it to be stopped")
         assert "in stop" in await ask(pipe, pid, resume=True)
 
 
-async def test_who_says_nothing_is_not_waited_for_long(
+async def test_a_silent_process_is_not_waited_for_long(
     pipe: StackPipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time is needed for other methods."""
@@ -98,7 +98,7 @@ async def test_who_says_nothing_is_not_waited_for_long(
         assert await asyncio.wait_for(ask(pipe, pid), PATIENCE) == ""
 
 
-async def test_what_was_said_unasked_is_no_answer(pipe: StackPipe) -> None:
+async def test_earlier_output_is_not_taken_for_the_reply(pipe: StackPipe) -> None:
     """Another process may have requested stacks from a child of the worker."""
     writer = os.open(pipe.path, os.O_WRONLY | os.O_NONBLOCK)
     os.write(writer, b"old news")
@@ -121,7 +121,7 @@ async def test_more_than_enough_is_cut_off(pipe: StackPipe, monkeypatch: pytest.
     os.close(writer)
 
 
-async def test_a_process_that_is_gone_says_nothing(pipe: StackPipe) -> None:
+async def test_an_ended_process_has_no_stacks(pipe: StackPipe) -> None:
     """It was killed a moment ago."""
     with hung(pipe.path, "lock") as pid:
         pidfd = os.pidfd_open(pid)
@@ -131,7 +131,7 @@ async def test_a_process_that_is_gone_says_nothing(pipe: StackPipe) -> None:
     os.close(pidfd)
 
 
-async def test_a_pipe_may_be_closed_while_somebody_asks(tmp_path: Path) -> None:
+async def test_a_pipe_may_be_closed_during_a_request(tmp_path: Path) -> None:
     """The round may end meanwhile; the descriptor may then belong to another file, and must not be read."""
     pipe = StackPipe.make(tmp_path / "stacks")
     with hung(pipe.path, "lock") as pid:
@@ -151,13 +151,13 @@ def _py_spy(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-async def test_py_spy_is_asked_for_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_py_spy_is_called_for_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """py-spy does not pause it; its output is the stacks."""
     _py_spy(tmp_path, monkeypatch, 'echo "$@"')
     assert await spy(4711) == "dump --nonblocking --pid 4711"
 
 
-async def test_a_py_spy_that_fails_has_said_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_output_of_a_failed_py_spy_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may lack the permission, or not support this Python."""
     _py_spy(tmp_path, monkeypatch, "echo half; exit 1")
     assert await spy(4711) == ""
@@ -205,7 +205,7 @@ def test_the_innermost_frame_is_named() -> None:
     assert innermost("nothing of the kind") == ""
 
 
-def test_the_dump_of_a_dying_process_is_told_from_what_it_wrote_before(tmp_path: Path) -> None:
+def test_the_dump_of_a_dying_process_is_found_after_earlier_output(tmp_path: Path) -> None:
     """Only the text after the given offset counts."""
     log = tmp_path / "stderr.log"
     earlier = "Fatal Python error: of a child, long ago\n"
@@ -217,7 +217,7 @@ def test_the_dump_of_a_dying_process_is_told_from_what_it_wrote_before(tmp_path:
     assert last_dump(tmp_path / "none", 0) == ""
 
 
-async def test_asking_takes_no_longer_than_the_silence_after_it(pipe: StackPipe) -> None:
+async def test_a_request_ends_soon_after_the_last_output(pipe: StackPipe) -> None:
     """It is far from the time limit, which is for processes that don't reply."""
     with hung(pipe.path, "lock") as pid:
         began = time.monotonic()

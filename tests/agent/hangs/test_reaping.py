@@ -17,7 +17,7 @@ import pytest
 
 from agent.hung_process import hung
 from rallypoint.agent.failures.failure import MAX_TRACEBACK, WorkerFailure
-from rallypoint.agent.hangs import diagnostics as evidence_module
+from rallypoint.agent.hangs import diagnostics as diagnostics_module
 from rallypoint.agent.hangs import reaper as reaping_module
 from rallypoint.agent.hangs.hung_worker import HungWorker
 from rallypoint.agent.hangs.kernel_stacks import ProcessLook, Thread, caught_signals, inspect_process
@@ -80,7 +80,7 @@ def make(tmp_path: Path) -> Callable[..., Reaping]:
     return make_reaping
 
 
-def test_the_accusation_names_scope_deadline_and_lateness() -> None:
+def test_the_message_names_scope_deadline_and_lateness() -> None:
     """It also has the source of a learned timeout: people must be able to judge it."""
     hang = HungWorker("1@3", "step", after=2.0, late_by=0.0123)
     assert hang_message(hang) == "it did not leave 'step' within 2 s (found 0.012 s later)"
@@ -90,7 +90,9 @@ def test_the_accusation_names_scope_deadline_and_lateness() -> None:
     )
 
 
-async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reaping], tmp_path: Path) -> None:
+async def test_diagnostics_are_in_the_file_and_the_report(
+    make: Callable[..., Reaping], tmp_path: Path
+) -> None:
     """The file has all of it, for each hang of a worker; the report has its path."""
     pipe = StackPipe.make(tmp_path / "stacks")
     with hung(pipe.path, "lock") as pid:
@@ -109,7 +111,9 @@ async def test_evidence_is_in_the_file_and_the_report(make: Callable[..., Reapin
     assert reaping.case.figures["evidence"] == str(tmp_path / "hang.txt")
 
 
-async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reaping], tmp_path: Path) -> None:
+async def test_without_time_for_diagnostics_there_are_none(
+    make: Callable[..., Reaping], tmp_path: Path
+) -> None:
     """The kill comes at once; the report has the worker's own last output."""
     with hung(None, "lock") as pid:
         reaping = make(pid, timeout=0.0)
@@ -123,7 +127,7 @@ async def test_without_time_for_evidence_there_is_none(make: Callable[..., Reapi
     assert reaping.case.figures == {"reason": charged.message}
 
 
-async def test_a_report_holds_the_beginning_of_long_evidence(
+async def test_a_report_has_the_beginning_of_long_diagnostics(
     make: Callable[..., Reaping], tmp_path: Path
 ) -> None:
     """It is sent to every node; the most important part comes first."""
@@ -161,7 +165,7 @@ async def test_the_chosen_signal_comes_first_and_is_waited_for(
     assert reaping.case.to_be_killed
 
 
-async def test_who_ignores_the_chosen_signal_is_killed(
+async def test_a_worker_that_ignores_the_chosen_signal_is_killed(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The wait is limited."""
@@ -178,7 +182,7 @@ def _runs(pid: int, name: str) -> bool:
     return look is not None and look.main.name == name
 
 
-async def test_a_stopped_process_hears_the_chosen_signal(
+async def test_a_stopped_process_gets_the_chosen_signal(
     make: Callable[..., Reaping], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is resumed first, since a stopped process handles no signal."""
@@ -190,7 +194,7 @@ async def test_a_stopped_process_hears_the_chosen_signal(
         assert not kill.found_alive
 
 
-async def test_as_the_last_resort_it_says_its_stacks_as_it_dies(
+async def test_as_the_last_resort_a_process_writes_its_stacks_as_it_dies(
     make: Callable[..., Reaping], tmp_path: Path, no_py_spy: None
 ) -> None:
     """It gets SIGABRT and writes to its log; earlier dumps in there are ignored, and no core is written."""
@@ -227,7 +231,7 @@ def _sleeps(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("chosen", [0, None])
-async def test_who_has_no_handler_or_is_to_live_is_not_made_to_die_of_sigabrt(
+async def test_without_a_handler_or_a_kill_no_sigabrt_is_sent(
     make: Callable[..., Reaping], no_py_spy: None, chosen: int | None
 ) -> None:
     """The signal would leave a core and no stacks."""
@@ -242,9 +246,7 @@ async def test_who_has_no_handler_or_is_to_live_is_not_made_to_die_of_sigabrt(
             await until(lambda: _sleeps(process.pid), "it to sleep on")
 
 
-async def test_a_number_that_is_anothers_by_now_gets_no_signal(
-    make: Callable[..., Reaping], no_py_spy: None
-) -> None:
+async def test_a_reused_pid_gets_no_signal(make: Callable[..., Reaping], no_py_spy: None) -> None:
     """The worker has ended, and the kernel has reused its PID."""
     with hung(None, "lock") as stranger:
         reaping = make(stranger, chosen=signal.SIGTERM, is_ours=lambda _pid: False)
@@ -282,7 +284,7 @@ async def test_a_file_that_cannot_be_written_costs_no_kill(
         pass  # releases the waiting thread
 
 
-async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for its sleep is the problem to solve."""
     stuck = Thread(7, "trainer", "D", "folio_wait_bit_common", "write of /data/x (descriptor 3)")
     looks = {
@@ -300,7 +302,7 @@ async def test_what_outlived_sigkill_is_described(monkeypatch: pytest.MonkeyPatc
     )
 
 
-async def test_describing_it_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_description_does_not_wait_for_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read of /proc may need a lock that the process holds."""
     release = threading.Event()
     monkeypatch.setattr(reaping_module, "LOOK_TIMEOUT", 0.05)
@@ -318,7 +320,7 @@ async def test_looking_and_writing_share_one_bound(
         await asyncio.sleep(3600)
         raise AssertionError
 
-    monkeypatch.setattr(evidence_module, "spy", spy)
+    monkeypatch.setattr(diagnostics_module, "spy", spy)
     monkeypatch.setattr(reaping_module, "_COLLECTING", 0.02)
     with hung(None, "lock") as pid:
         reaping = make(pid, timeout=100.0)
@@ -327,7 +329,7 @@ async def test_looking_and_writing_share_one_bound(
     assert f"Kernel state of process {pid}" in read(tmp_path / "hang.txt")
 
 
-async def test_who_waits_in_the_kernel_for_a_moment_while_it_dies_has_not_outlived_sigkill(
+async def test_a_dying_process_in_a_short_kernel_wait_has_not_outlived_sigkill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This can happen to a dying process, on a busy machine."""
@@ -342,7 +344,7 @@ async def test_who_waits_in_the_kernel_for_a_moment_while_it_dies_has_not_outliv
         assert await asyncio.wait_for(survivors_of([dying.pid]), PATIENCE) == ()
 
 
-async def test_who_is_slow_to_die_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_dies_slowly_has_not_outlived_sigkill(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel frees its memory for a while; a process in uninterruptible sleep is not waited for."""
     with start("sleep", "60") as slow, start("sleep", "60") as stuck, start("sleep", "60") as dead:
         monkeypatch.setattr(reaping_module, "SLOW_DEATH", 4 * PATIENCE)

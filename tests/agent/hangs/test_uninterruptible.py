@@ -31,7 +31,7 @@ def test_one_sleep_for_so_long_is_too_long() -> None:
     assert watch.note([SLEEPS], 110.0) == SLEEPS
 
 
-def test_who_has_run_in_between_begins_another_sleep() -> None:
+def test_a_thread_that_ran_in_between_begins_another_sleep() -> None:
     """A worker that reads a slow disk is asleep at most checks."""
     watch = StuckWatch(10.0)
     assert [watch.note([each], now) for each, now in ((SLEEPS, 100.0), (RAN, 109.0), (RAN, 118.0))] == [
@@ -48,7 +48,7 @@ def test_looks_are_frequent_enough_and_not_more(timeout: float, pause: float) ->
     assert StuckWatch(timeout).pause == pause
 
 
-def test_torch_s_variable_says_for_how_long() -> None:
+def test_torch_s_variable_sets_the_timeout() -> None:
     """Unset, 0 or negative disables the checks, as in torch. Other text is an error, unlike in torch."""
     assert uninterruptible_timeout({}) == 0
     assert uninterruptible_timeout({TIMEOUT_VARIABLE: ""}) == 0

@@ -68,7 +68,7 @@ def test_a_host_without_any_has_none(tmp_path: Path) -> None:
     assert (count_gpus({"CUDA_VISIBLE_DEVICES": "0"}, host(tmp_path)), count_xpus({}, tmp_path)) == (0, 0)
 
 
-def test_nvidias_library_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidias_library_is_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container may have devices of GPUs that its driver doesn't give it."""
     calls: list[str] = []
     library = SimpleNamespace(

@@ -32,7 +32,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "entry_points", lambda group: installed if group == ENTRY_POINTS else [])
 
 
-def test_disks_and_memory_are_looked_at(tmp_path: Path) -> None:
+def test_disks_and_memory_are_checked(tmp_path: Path) -> None:
     """A requirement of 0 % is always met, one of 100 % never."""
     for name in ("disk", "memory"):
         assert parse_health_check(f"{name}:0%").check is not None
@@ -48,7 +48,7 @@ def test_a_command_is_split_as_a_shell_does() -> None:
     assert (check.program, check.check) == (("sh", "-c", "exit 0"), None)
 
 
-def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
+def test_a_plug_in_gets_the_text_after_its_name(plug_ins: None) -> None:
     """It gets the whole text after the first colon, or an empty one."""
     for text, why in (("ipmi", "''"), ("ipmi:a:b", "'a:b'")):
         look = parse_health_check(text).check
@@ -82,7 +82,7 @@ def test_a_plug_in_gets_what_is_after_its_name(plug_ins: None) -> None:
         ("broken", "health check 'broken' can't be loaded: AttributeError("),
     ],
 )
-def test_what_is_no_check_is_a_line(plug_ins: None, text: str, error: str) -> None:
+def test_an_invalid_check_is_a_one_line_error(plug_ins: None, text: str, error: str) -> None:
     """The error has the valid forms."""
     with pytest.raises(HealthCheckError) as raised:
         parse_health_check(text)

@@ -62,13 +62,13 @@ class Nvml:
         return 40
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: Gpu, *_: int) -> int:
-        return self._told(gpu.errors)
+        return self._figure(gpu.errors)
 
     def nvmlDeviceGetRemappedRows(self, gpu: Gpu) -> tuple[int, int, int, int]:
         """Return NVML's tuple: rows remapped for corrected and uncorrected errors, pending, failed."""
-        return (0, 0, 0, self._told(gpu.remap_failed))
+        return (0, 0, 0, self._figure(gpu.remap_failed))
 
-    def _told(self, figure: int | None) -> int:
+    def _figure(self, figure: int | None) -> int:
         if figure is None:
             raise self.NVMLError_NotSupported("Not Supported")
         return figure
@@ -113,12 +113,12 @@ def test_the_gpus_of_other_jobs_don_t_count(visible: str, counts: bool) -> None:
     assert (check_gpus(Nvml(Gpu(), Gpu(lost=True)), visible) is not None) is counts
 
 
-def test_a_driver_that_is_not_loaded_makes_its_host_unfit() -> None:
+def test_a_driver_that_is_not_loaded_makes_its_host_unhealthy() -> None:
     """The job needs GPUs, and this host has none to offer."""
     assert check_gpus(Nvml(driver=False), None) == "the GPU driver does not respond (Driver Not Loaded)"
 
 
-def test_the_driver_is_asked_anew_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_driver_is_initialized_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is shut down after each check, also after an error."""
     nvml = Nvml(Gpu(), Gpu(lost=True))
     monkeypatch.setitem(sys.modules, "pynvml", nvml)

@@ -25,7 +25,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return figures
 
 
-def test_a_disk_has_room_or_says_how_little(disk: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_disk_has_room_or_its_free_space_is_reported(disk: SimpleNamespace, tmp_path: Path) -> None:
     """The requirement is in bytes, or a part of the whole."""
     where = CheckContext((tmp_path, tmp_path))
     assert check_disks(where, parse_quantity("10GiB")) is None

@@ -30,13 +30,13 @@ async def programs(tmp_path: Path) -> AsyncIterator[HelperProcesses]:
         assert os.listdir(tmp_path) == []
 
 
-async def test_its_end_and_its_words_are_known(programs: HelperProcesses) -> None:
+async def test_exit_code_and_output_are_returned(programs: HelperProcesses) -> None:
     """Both streams are read, without characters that would move the cursor of a terminal."""
     ended = await programs.run(["sh", "-c", "echo first; echo ' \033[31mlast\tword ' >&2; exit 3"], PATIENCE)
     assert (ended.exit.exit_code, ended.first_line, ended.last_line) == (3, "first", "[31mlast word")
 
 
-async def test_one_that_says_nothing_has_said_nothing(programs: HelperProcesses) -> None:
+async def test_a_program_without_output_has_no_lines(programs: HelperProcesses) -> None:
     """It does not get the output of an earlier one."""
     ended = await programs.run(["true"], PATIENCE)
     assert (ended.exit.succeeded, ended.first_line, ended.last_line) == (True, "", "")
@@ -62,7 +62,7 @@ async def test_one_that_takes_too_long_is_killed_with_its_daemons(
     assert gone(marker)
 
 
-async def test_what_one_leaves_behind_is_killed(programs: HelperProcesses) -> None:
+async def test_processes_left_by_a_program_are_killed(programs: HelperProcesses) -> None:
     """The processes of many checks would add up."""
     marker = programs._environment["MARKER"]
     await programs.run(["sh", "-c", f"setsid sh -c 'sleep 600' {marker} & exit 0", marker], PATIENCE)
@@ -98,7 +98,7 @@ async def test_a_spawner_that_was_killed_is_replaced(programs: HelperProcesses) 
     assert (await programs.run(["true"], PATIENCE)).exit.succeeded
 
 
-def test_what_can_not_be_run_is_known_before(tmp_path: Path) -> None:
+def test_an_unusable_program_is_found_before_its_start(tmp_path: Path) -> None:
     """Its name, its path and its permissions are checked."""
     program = tmp_path / "check"
     program.touch()

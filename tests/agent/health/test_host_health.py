@@ -43,7 +43,7 @@ async def host(tmp_path: Path) -> AsyncIterator[Host]:
     await programs.close()
 
 
-async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -> None:
+async def test_a_recent_result_holds_unless_a_fresh_one_is_requested(host: Host) -> None:
     """This applies only to a good result."""
     health = host.health()
     assert await health.examine(fresh=False) is None
@@ -59,7 +59,7 @@ async def test_what_was_found_a_moment_ago_holds_unless_asked_anew(host: Host) -
     assert host.looks == 4
 
 
-async def test_all_are_made_at_the_same_time(host: Host) -> None:
+async def test_all_checks_run_at_the_same_time(host: Host) -> None:
     """Each check waits for the other; all problems are reported."""
     meeting = threading.Barrier(2, timeout=PATIENCE)
 
@@ -71,7 +71,7 @@ async def test_all_are_made_at_the_same_time(host: Host) -> None:
     assert await host.health(*checks).examine(fresh=True) == "a: bad; b: bad"
 
 
-async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> None:
+async def test_a_hanging_check_is_not_healthy_and_has_a_time_limit(host: Host) -> None:
     """For example, a check of a disk that is gone hangs."""
     stop = threading.Event()
     hangs = HealthCheck("nfs", check=lambda _: str(stop.wait()))
@@ -81,7 +81,7 @@ async def test_one_that_hangs_is_not_healthy_and_holds_up_nobody(host: Host) -> 
         stop.set()
 
 
-async def test_one_that_raises_is_not_healthy(host: Host) -> None:
+async def test_a_check_that_raises_is_not_healthy(host: Host) -> None:
     """The result is unknown."""
 
     def fail(_: CheckContext) -> str | None:
@@ -101,7 +101,7 @@ async def test_one_that_raises_is_not_healthy(host: Host) -> None:
         ("sleep 600", "it did not end within 1 s"),
     ],
 )
-async def test_a_command_says_it_by_its_exit_code_and_its_last_line(
+async def test_a_command_reports_by_its_exit_code_and_its_last_line(
     host: Host, script: str, why: str | None
 ) -> None:
     """One that takes too long is killed."""

@@ -46,7 +46,7 @@ async def test_a_sick_host_leaves_before_anything_is_started(
     assert (await bench.run(bench.job("exit 0", "b", nodes=(1, 2)))).exit_code == SUCCEEDED
 
 
-async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
+async def test_a_host_on_which_a_worker_failed_is_checked_before_it_goes_on(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
     """A healthy host takes part in the next round; an unhealthy one leaves it to the others."""
@@ -63,7 +63,7 @@ async def test_a_host_on_which_a_worker_failed_is_looked_at_before_it_goes_on(
     assert (await bench.state()).phase == pb.PHASE_JOINABLE
 
 
-async def test_who_is_told_to_stop_does_not_wait_for_a_check(
+async def test_a_stop_request_does_not_wait_for_a_check(
     bench: Bench, check: Callable[[str], tuple[str, ...]]
 ) -> None:
     """The check does not outlive the job (the bench checks that)."""
@@ -129,7 +129,7 @@ async def test_the_watch_for_maintenance_survives_a_round_and_not_the_job(bench:
         ),
     ],
 )
-async def test_what_can_not_be_minded_is_an_error_before_the_job_joins(
+async def test_an_unusable_setting_is_an_error_before_the_job_joins(
     bench: Bench, more: dict[str, Any], error: str
 ) -> None:
     """An unchecked host is worse than no host if its user believes that it is checked."""

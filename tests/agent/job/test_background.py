@@ -8,7 +8,7 @@ from rallypoint.agent.job.sync import Background
 from support.waiting import until
 
 
-async def test_what_work_raises_is_told() -> None:
+async def test_an_exception_of_a_task_is_reported() -> None:
     """No code awaits the task, so its error would be lost."""
     errors: list[BaseException] = []
 
@@ -20,7 +20,7 @@ async def test_what_work_raises_is_told() -> None:
     assert isinstance(errors[0], ZeroDivisionError)
 
 
-async def test_all_of_it_has_ended_when_it_is_ended() -> None:
+async def test_the_end_waits_for_all_tasks() -> None:
     """It waits for slow tasks; cancellation is no error, but an exception after it is one."""
     errors: list[BaseException] = []
     ended: list[str] = []

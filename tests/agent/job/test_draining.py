@@ -81,7 +81,7 @@ async def test_a_second_drain_can_only_hurry(drain: tuple[Drain, list[core.Event
     assert told[1] == core.DrainOver("the grace period of 0 s has ended")
 
 
-async def test_who_saves_twice_or_says_nonsense_is_counted_once(
+async def test_repeated_and_invalid_saves_are_not_counted(
     drain: tuple[Drain, list[core.Event]], tmp_path: Path
 ) -> None:
     """Every process with write access to the folder can write anything."""

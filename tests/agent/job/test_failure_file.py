@@ -48,7 +48,7 @@ def document(result: JobResult, run_end: pb.RunEnd | None = None, **more: Any) -
     return failure_document(CONFIG, result, run_end=run_end, **{**values, **more})
 
 
-def test_a_failure_is_told_with_all_that_is_known() -> None:
+def test_a_failure_is_written_with_all_known_fields() -> None:
     """The run's first failure and those of this host have the same fields; an unknown value is null."""
     told = document(JobResult(FAILED, "it failed", FIRST), local_failures=[LOCAL])
     first = {
@@ -113,7 +113,7 @@ def test_a_failure_is_told_with_all_that_is_known() -> None:
         (143, None, "left", "here"),
     ],
 )
-def test_the_outcome_says_what_to_do(
+def test_outcome_and_retry_match_the_exit_code(
     exit_code: int, run_outcome: pb.Outcome.ValueType | None, outcome: str, retry: str
 ) -> None:
     """They match the exit code."""
@@ -123,7 +123,7 @@ def test_the_outcome_says_what_to_do(
     assert (told["first_failure"], told["local_failures"], told["log_dir"]) == (None, [], None)
 
 
-def test_it_is_written_wherever_it_is_wanted_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_the_file_is_written_to_all_paths_and_replaces_old_ones(tmp_path: Path) -> None:
     """Other users can read it, and no temporary file is left behind."""
     paths = [tmp_path / "logs" / "failure.json", tmp_path / "wanted.json"]
     paths[1].write_text("old")
@@ -150,7 +150,7 @@ def test_a_reader_never_sees_half_of_it(tmp_path: Path, monkeypatch: pytest.Monk
     assert replaced == ["it failed"]
 
 
-def test_what_can_not_be_written_is_one_line_and_the_others_are(
+def test_an_unwritable_path_is_logged_and_the_others_are_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The job's result is unchanged."""

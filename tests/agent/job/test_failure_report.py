@@ -36,7 +36,7 @@ def test_the_report_has_all_that_a_person_needs() -> None:
     )
 
 
-def test_reports_of_signals_and_of_what_never_ran() -> None:
+def test_reports_of_signals_and_of_workers_that_never_ran() -> None:
     """A signal and its core dump are named; a worker that never started has no PID and no log file."""
     killed = render(replace(FAILURE, exit_code=-11, core_file="/cores/core.4242"))
     assert "exit code  killed by SIGSEGV (signal 11)" in killed
@@ -53,7 +53,7 @@ def other(rank: int, **more: object) -> WorkerFailure:
     return replace(FAILURE, rank=rank, at=5.05, **more)  # type: ignore[arg-type]
 
 
-def test_what_failed_after_it_is_one_line() -> None:
+def test_later_failures_are_one_line() -> None:
     """It has the end of each, and the delay if both times are from one clock."""
     assert "failed after it" not in render(FAILURE)
     one = render(FAILURE, others=[other(2)])

@@ -151,7 +151,7 @@ async def test_a_failure_restarts_all_workers_in_the_next_round(bench: Bench) ->
     assert sorted(path.name for path in job.log_dir.iterdir()) == ["attempt_0", "attempt_1"]
 
 
-async def test_a_failure_on_one_host_is_told_on_all(bench: Bench) -> None:
+async def test_a_failure_on_one_host_is_reported_on_all(bench: Bench) -> None:
     """An agent whose own workers did not fail reports it too."""
     script = "[ $RANK = 3 ] && exit 9; sleep 600"
     jobs = [bench.job(script, node_id, nodes=(2, 2)) for node_id in ("a", "b")]
@@ -222,8 +222,8 @@ async def test_asked_twice_a_job_waits_for_no_service_that_is_away(bench: Bench)
 async def test_a_job_that_never_got_in_stops_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no lease to return, and no connection."""
     # gRPC itself keeps the connection attempt for longer than the test lasts.
-    patient = {**dict(channel.CLIENT_ARGUMENTS), "grpc.min_reconnect_backoff_ms": 600_000}
-    monkeypatch.setattr(channel, "CLIENT_ARGUMENTS", tuple(patient.items()))
+    arguments = {**dict(channel.CLIENT_ARGUMENTS), "grpc.min_reconnect_backoff_ms": 600_000}
+    monkeypatch.setattr(channel, "CLIENT_ARGUMENTS", tuple(arguments.items()))
     with socket.create_server(("127.0.0.1", 0)) as mute:
         endpoint = f"127.0.0.1:{mute.getsockname()[1]}"
         job = bench.job(
@@ -235,7 +235,7 @@ async def test_a_job_that_never_got_in_stops_at_once(bench: Bench, monkeypatch: 
         assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 128 + signal.SIGINT
 
 
-async def test_a_service_that_is_away_holds_up_nobody_for_long(bench: Bench) -> None:
+async def test_an_unavailable_service_delays_a_job_only_briefly(bench: Bench) -> None:
     """The lease can't be returned, so it expires; the job ends after the close timeout."""
     async with AsyncExitStack() as service:
         rendezvous = await service.enter_async_context(embedded_rendezvous())
@@ -266,7 +266,7 @@ async def test_a_job_that_can_not_join_ends_with_2(bench: Bench) -> None:
     )
 
 
-async def test_a_job_that_another_took_the_name_of_ends_with_1(bench: Bench) -> None:
+async def test_a_job_whose_name_was_taken_over_ends_with_1(bench: Bench) -> None:
     """Its command line was correct, as it did start; its workers must not run beside the other job's."""
     first = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(first)
@@ -334,7 +334,7 @@ async def test_a_spawner_that_dies_costs_a_restart_and_no_more(bench: Bench) -> 
     await bench.has("started.2.1")
 
 
-async def test_what_workers_leave_behind_is_gone_before_success_is_reported(bench: Bench) -> None:
+async def test_leftover_processes_are_gone_before_success_is_reported(bench: Bench) -> None:
     """A daemon that outlives its worker would keep its port, its memory or its files in the next round."""
     with fresh_marker() as left_behind:
         leaves = f"""
@@ -353,7 +353,7 @@ async def test_what_workers_leave_behind_is_gone_before_success_is_reported(benc
 
 
 @pytest.mark.parametrize("as_it_ends", [False, True])
-async def test_what_goes_wrong_unforeseen_ends_the_job(bench: Bench, as_it_ends: bool) -> None:
+async def test_an_unexpected_error_ends_the_job(bench: Bench, as_it_ends: bool) -> None:
     """A job that hangs is the worst failure, because nothing reports it. No worker is left either."""
     job = bench.job("touch $1/started.$RANK; sleep 600")
     running = bench.start(job)
@@ -431,7 +431,7 @@ async def test_a_membership_that_breaks_ends_the_job_too(
         ({"rendezvous": Peer("127.0.0.1:1", ClientTLS(ca=Path("/none.pem")))}, SettingError),
     ],
 )
-async def test_what_can_not_be_set_up_leaves_no_spawner_behind(
+async def test_a_failed_setup_leaves_no_spawner_behind(
     bench: Bench, more: dict[str, Any], error: type[Exception]
 ) -> None:
     """A daemon lives on after a job that could not be started."""
@@ -471,7 +471,7 @@ def survivor(monkeypatch: pytest.MonkeyPatch) -> int:
     return os.getpid()
 
 
-async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor: int) -> None:
+async def test_a_process_that_outlives_a_stop_makes_the_host_unhealthy(bench: Bench, survivor: int) -> None:
     """It takes no part in the next round, although restarts are left, and its exit code is `UNFIT`."""
     job = bench.job('[ $RANK = 1 ] && { echo "no data" >&2; exit 3; }; sleep 600', restarts=5)
     result = await bench.run(job)
@@ -486,14 +486,14 @@ async def test_what_outlives_a_stop_makes_the_host_unfit(bench: Bench, survivor:
     assert (len(run.nodes), run.HasField("run_end")) == (0, False)
 
 
-async def test_a_run_that_fails_at_last_is_no_excuse_for_an_unfit_host(bench: Bench, survivor: int) -> None:
+async def test_a_failed_run_does_not_hide_an_unhealthy_host(bench: Bench, survivor: int) -> None:
     """The caller must know before it starts the next job there; the failure that ended the run is still reported."""
     result = await bench.run(bench.job("exit 3"))
     assert result.exit_code == UNFIT
     assert result.failure is not None
 
 
-async def test_success_stays_success_whatever_it_left_behind(bench: Bench, survivor: int) -> None:
+async def test_success_stays_success_with_processes_left_behind(bench: Bench, survivor: int) -> None:
     """All workers of the run have succeeded."""
     job = bench.job("exit 0")
     result = await bench.run(job)
@@ -519,7 +519,7 @@ async def test_without_a_place_for_temporary_files_nothing_is_joined(
 
 
 @pytest.mark.parametrize(("going", "told"), [("stays", [1]), ("is drained", []), ("was asked to stop", [])])
-async def test_what_comes_to_light_as_workers_are_stopped_costs_nothing_if_their_host_goes(
+async def test_a_failure_found_during_a_stop_is_not_reported_by_a_leaving_host(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, going: str, told: list[int]
 ) -> None:
     """A worker had raised before: a host that stays must report it, one that leaves stops its workers in any case."""

@@ -68,7 +68,7 @@ def run_end(failure: WorkerFailure | None, outcome: pb.Outcome.ValueType = pb.OU
         (AgentState(), {"refusal": "no", "failure": replace(FIRST, permanent=True)}, PERMANENT, "never"),
     ],
 )
-def test_the_exit_code_says_whether_to_try_again(
+def test_the_exit_code_shows_if_a_retry_makes_sense(
     state: AgentState, more: dict[str, Any], exit_code: int, retry: str
 ) -> None:
     """The retry is on this host, on another one, or never."""
@@ -77,7 +77,7 @@ def test_the_exit_code_says_whether_to_try_again(
     assert result.retry == retry
 
 
-def test_the_run_s_first_failure_is_told_and_what_failed_beside_it_here() -> None:
+def test_the_run_s_first_failure_is_reported_with_the_local_ones() -> None:
     """If it was on this host, it is not among the others, and has its time by this host's clock."""
     result = judged(run_end=run_end(FIRST), local_failures=[FIRST, AFTER])
     assert result.failure is not None

@@ -19,7 +19,7 @@ from rallypoint.rpc.channel import open_channel
 from support.waiting import PATIENCE, until
 
 
-async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> None:
+async def test_a_host_with_a_long_reason_leaves_like_any_other(bench: Bench) -> None:
     """Its long reason is shortened, and not refused."""
     stays = bench.job("touch $1/up; sleep 600", "a", nodes=(1, 2))
     bench.start(stays)
@@ -33,9 +33,7 @@ async def test_a_host_with_a_long_story_leaves_like_any_other(bench: Bench) -> N
     assert (await bench.state()).last_round_end.detail.startswith("node b left: drained: x x x")
 
 
-async def test_a_restart_that_is_held_back_is_in_the_log(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_delayed_restart_is_in_the_log(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     """An operator who finds a host without workers must be able to see the reason."""
     job = bench.job("exit 7", restarts=2)
     settings = job.config.settings
@@ -72,18 +70,18 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
     seen: list[str] = []
     say, stop = job._membership.depart, WorkerGroup.stop
 
-    def say_late(reason: str) -> None:
-        def say_it() -> None:
+    def depart_late(reason: str) -> None:
+        def depart_now() -> None:
             seen.append("said")
             say(reason)
 
-        asyncio.get_running_loop().call_later(0.3, say_it)
+        asyncio.get_running_loop().call_later(0.3, depart_now)
 
     async def note_stop(group: WorkerGroup, number: int, timeout: float) -> StopReport:
         seen.append("stopped")
         return await stop(group, number, timeout)
 
-    monkeypatch.setattr(job._membership, "depart", say_late)
+    monkeypatch.setattr(job._membership, "depart", depart_late)
     monkeypatch.setattr(WorkerGroup, "stop", note_stop)
     job.request_stop("got SIGTERM")
     assert (await asyncio.wait_for(running, PATIENCE)).exit_code == 143
@@ -91,7 +89,7 @@ async def test_workers_are_not_stopped_before_the_run_knows_that_their_host_goes
 
 
 @pytest.mark.parametrize("in_a_hurry", [False, True])
-async def test_a_run_that_does_not_hear_of_it_keeps_no_host_for_long(
+async def test_an_undelivered_departure_delays_a_host_only_briefly(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, in_a_hurry: bool
 ) -> None:
     """After a second request the job does not wait at all."""

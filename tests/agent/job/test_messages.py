@@ -29,7 +29,7 @@ FAILURE = WorkerFailure(
 )
 
 
-def test_a_place_in_a_round_is_taken_over_field_by_field() -> None:
+def test_an_assignment_is_converted_field_by_field() -> None:
     """All values differ, so a mix-up of two fields is detected."""
     names = [field.name for field in pb.Assignment.DESCRIPTOR.fields]
     values: dict[str, Any] = {

@@ -109,7 +109,7 @@ def test_an_option_sets_a_field(name: str, value: Any, field: str, meaning: obje
         ("maintenance-command", "a 'b", "can't be read as a command (no closing quotation)"),
     ],
 )
-def test_what_can_not_be_is_told_in_one_line(name: str, value: Any, told: str) -> None:
+def test_an_invalid_option_is_reported_in_one_line(name: str, value: Any, told: str) -> None:
     """The error has the option, the value, and the expected form."""
     with pytest.raises(OptionError) as caught:
         job_fields({name: value}, 2)
@@ -117,7 +117,7 @@ def test_what_can_not_be_is_told_in_one_line(name: str, value: Any, told: str) -
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_not_given_is_not_set() -> None:
+def test_an_omitted_option_is_not_set() -> None:
     """The job's own default applies."""
     assert job_fields({"role": None, "tee": None}, 1) == {}
 
@@ -129,7 +129,7 @@ def test_every_option_is_a_field_of_a_job() -> None:
     assert set(fields) <= {field.name for field in dataclasses.fields(JobConfig)}
 
 
-def test_whoever_names_options_otherwise_is_told_so() -> None:
+def test_errors_have_the_callers_names_of_options() -> None:
     """For example, the names in a JobSpec have no dashes."""
     with pytest.raises(OptionError, match=r"^options\[tee\] 9: "):
         job_fields({"tee": "9"}, 1, label=lambda name: f"options[{name}]")

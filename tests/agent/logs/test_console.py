@@ -138,7 +138,9 @@ async def test_a_console_that_stands_still_holds_few_pieces(
     os.close(write)
 
 
-async def test_what_the_console_left_out_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_output_that_the_console_left_out_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The warning has the number of bytes, and the files that have them."""
     read, write = os.pipe()
     console = Console(stdout=write)

@@ -25,7 +25,7 @@ async def watch() -> AsyncIterator[FileWatch]:
     watch.close()
 
 
-async def test_all_who_watch_a_file_are_woken_once(tmp_path: Path, watch: FileWatch) -> None:
+async def test_all_watchers_of_a_file_are_woken_once(tmp_path: Path, watch: FileWatch) -> None:
     """Several readers may watch one file: the console, a filter, and log streams."""
     woken: list[str] = []
     first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))
@@ -41,7 +41,7 @@ async def test_all_who_watch_a_file_are_woken_once(tmp_path: Path, watch: FileWa
         assert sorted(woken) == ["first", "second"]
 
 
-async def test_who_is_disarmed_is_not_woken(tmp_path: Path, watch: FileWatch) -> None:
+async def test_a_disarmed_watcher_is_not_woken(tmp_path: Path, watch: FileWatch) -> None:
     """The others still are."""
     woken: list[str] = []
     first, second = (lambda: woken.append("first")), (lambda: woken.append("second"))

@@ -120,7 +120,7 @@ async def test_a_truncated_file_is_read_from_its_new_beginning(log: Path, watch:
     assert output.text == b"a long first line\nnew\n"
 
 
-async def test_no_event_is_needed_while_nobody_writes(
+async def test_an_idle_follower_does_not_read_its_file(
     log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An idle follower sleeps: it doesn't read its file until the kernel reports that it has grown."""
@@ -145,7 +145,7 @@ async def test_no_event_is_needed_while_nobody_writes(
     await follower.finish(5.0)
 
 
-async def test_what_is_written_during_a_look_is_not_missed(
+async def test_a_write_during_a_read_is_not_missed(
     log: Path, watch: FileWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write just after the read that found nothing still wakes the follower."""
@@ -249,7 +249,7 @@ def rotate(path: Path, begin: int, *, fresh: bytes = b"") -> None:
     path.with_name("fresh").rename(path)
 
 
-async def test_rotation_is_not_seen_in_what_is_copied(log: Path, watch: FileWatch) -> None:
+async def test_rotation_does_not_change_the_copied_output(log: Path, watch: FileWatch) -> None:
     """A line that ends in the next file is one line; the follower wakes up when the next file grows."""
     output = Collected()
     follower = follow(log, output, watch, b">")
@@ -283,7 +283,7 @@ async def test_after_a_rotation_the_new_file_is_watched(
     assert await follower.finish(5.0)
 
 
-async def test_what_was_rotated_away_before_its_turn_is_counted(log: Path, watch: FileWatch) -> None:
+async def test_bytes_rotated_away_before_they_were_read_are_counted(log: Path, watch: FileWatch) -> None:
     """A console that was too slow for the kept files has lost bytes, and reports their number."""
     output = Collected()
     output.open.clear()
@@ -300,7 +300,7 @@ async def test_what_was_rotated_away_before_its_turn_is_counted(log: Path, watch
     assert follower.behind() == len(b"second\n")
 
 
-async def test_who_is_behind_knows_by_how_much(log: Path, watch: FileWatch) -> None:
+async def test_a_slow_follower_counts_the_bytes_it_is_behind(log: Path, watch: FileWatch) -> None:
     """Pieces that were read and not written count too."""
     output = Collected()
     output.open.clear()

@@ -46,7 +46,7 @@ def test_files_end_with_lines(ahead: bytes, room: int, in_line: bool, over: int,
     st.integers(-9, 11),
     st.booleans(),
 )
-def test_what_is_moved_is_there(ahead: bytes, room: int, in_line: bool) -> None:
+def test_only_available_bytes_are_moved(ahead: bytes, room: int, in_line: bool) -> None:
     """A file with content is rotated, or continued: the loop always ends."""
     count = bytes_to_move(ahead, room, in_line, 4)
     assert 0 <= count <= len(ahead)
@@ -185,7 +185,7 @@ def test_a_file_system_without_splice_and_links(bench: Bench, monkeypatch: pytes
     assert len(bench.files) == 34
 
 
-def test_what_has_no_room_is_dropped_and_told_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_without_room_is_dropped_and_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent gets a report when the loss begins; the file and the agent get one when there is room again."""
     splice, pwrite = os.splice, os.pwrite
 
@@ -207,7 +207,7 @@ def test_what_has_no_room_is_dropped_and_told_of(bench: Bench, monkeypatch: pyte
     assert bench.news.said[1:] == [{"stream": 0, "lost": 8, "error": ""}]
 
 
-def test_a_file_that_somebody_emptied_has_no_hole(bench: Bench) -> None:
+def test_a_file_that_was_emptied_has_no_hole(bench: Bench) -> None:
     """It is written from its new start."""
     bench.put(b"old and long\n")
     os.truncate(bench.file, 0)
@@ -270,7 +270,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
         process.close()
 
 
-def test_it_ends_when_nobody_can_write_any_more(start: Any) -> None:
+def test_the_copier_ends_when_no_writer_is_left(start: Any) -> None:
     """A killed agent's workers die too; their last output is in the files before the copier ends."""
     process = start()
     os.write(process.writers[0], b"first words\n")

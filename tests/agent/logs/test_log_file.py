@@ -62,7 +62,7 @@ def test_a_stream_goes_on_in_the_next_file(log: Path) -> None:
     assert [segment.begin for segment in rotated_files(log)] == [0, 15]
 
 
-def test_what_is_gone_is_told(log: Path) -> None:
+def test_a_reader_continues_after_lost_bytes(log: Path) -> None:
     """The reader continues at the first existing byte, and gets its offset."""
     append(log, b"gone")
     rotate(log, 0)
@@ -78,7 +78,7 @@ def test_what_is_gone_is_told(log: Path) -> None:
         assert file.extent() == (4, 11)
 
 
-def test_a_file_that_somebody_emptied_begins_anew(log: Path) -> None:
+def test_a_file_that_was_emptied_begins_again_at_offset_0(log: Path) -> None:
     """It returns no bytes, and the offset of the next ones."""
     append(log, b"old and long")
     with LogFile(log) as file:
@@ -118,7 +118,7 @@ def test_a_rotation_while_a_reader_looks_does_not_mislead_it(
         assert read_all(file) == b"first second"
 
 
-def test_a_file_removed_by_hand_costs_only_what_was_in_it(log: Path) -> None:
+def test_a_file_removed_by_hand_loses_only_its_own_bytes(log: Path) -> None:
     """This holds also for one between two others."""
     for begin, data in ((0, b"one "), (4, b"two "), (8, b"three ")):
         append(log, data)

@@ -56,7 +56,7 @@ def test_lines_that_have_any_of_the_texts_are_picked() -> None:
     st.lists(st.text(alphabet="ab ", min_size=1, max_size=3), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_picking_is_what_it_says(lines: list[str], texts: list[str], ended: bool) -> None:
+def test_a_filter_selects_the_matching_lines(lines: list[str], texts: list[str], ended: bool) -> None:
     """It selects all lines that contain one of the texts, in order."""
     data = "\n".join(lines) + "\n" * ended
     expected = "".join(line for line in data.splitlines(keepends=True) if any(text in line for text in texts))

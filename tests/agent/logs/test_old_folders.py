@@ -134,7 +134,7 @@ def test_there_are_only_so_many(temporary: Path) -> None:
     assert [folder.exists() for folder in (running, first, second, third)] == [True, False, True, True]
 
 
-def test_a_job_removes_what_earlier_jobs_left(temporary: Path) -> None:
+def test_a_job_removes_folders_of_earlier_jobs(temporary: Path) -> None:
     """It leaves its own folder, which the next job can remove."""
     old = a_job(8)
     # A thread removes the folder, and the job may end before it does.

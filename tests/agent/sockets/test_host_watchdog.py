@@ -16,7 +16,7 @@ class Job:
         self.watchdog = HostWatchdog(most, self.events.put_nowait)
 
 
-async def test_each_change_is_told_once() -> None:
+async def test_each_change_is_reported_once() -> None:
     """Another reason is no change, but is shown from then on."""
     job = Job(None)
     for trouble in ("no answer", "refused", "", "", "refused"):
@@ -39,7 +39,7 @@ async def test_workers_wait_for_a_watchdog_only_where_one_is_required() -> None:
     await job.watchdog.allows_workers()
 
 
-async def test_a_host_without_the_watchdog_that_its_job_requires_becomes_unfit() -> None:
+async def test_a_host_without_the_watchdog_that_its_job_requires_is_unhealthy() -> None:
     """The timeout must pass, and the latest reason is reported; a watchdog that comes back in time prevents it."""
     job = Job(0.02)
     job.watchdog.note("no answer")
@@ -50,6 +50,6 @@ async def test_a_host_without_the_watchdog_that_its_job_requires_becomes_unfit()
     while isinstance(event := await job.events.get(), WatchdogChanged):
         pass
     assert event.detail == "no watchdog has guarded its workers for 0.02 s, and the job requires one: refused"
-    patient = Job(None)
-    patient.watchdog.note("no answer")
-    assert patient.watchdog._giving_up is None
+    without_limit = Job(None)
+    without_limit.watchdog.note("no answer")
+    assert without_limit.watchdog._giving_up is None

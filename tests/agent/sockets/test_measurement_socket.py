@@ -40,7 +40,7 @@ async def test_durations_and_values_arrive_with_the_rank_of_their_worker() -> No
     assert not Path(place).parent.exists()
 
 
-async def test_more_than_so_many_in_a_second_are_left_alone() -> None:
+async def test_measurements_above_the_rate_limit_are_read_later() -> None:
     """Workers that measure each step of a hot loop must not use up the agent's processor."""
     taken: list[Measurement] = []
     async with MeasurementSocket(lambda measurement, _: taken.append(measurement), most=5) as here:
@@ -72,6 +72,6 @@ async def test_more_than_so_many_in_a_second_are_left_alone() -> None:
         json.dumps({"name": "x" * 121, "value": 1}).encode(),
     ],
 )
-def test_what_is_no_measurement_is_dropped(data: bytes) -> None:
+def test_invalid_measurements_are_dropped(data: bytes) -> None:
     """Workers may send any data."""
     assert read_measurement(data) is None

@@ -220,7 +220,7 @@ async def test_stopping_ends_calls_and_connections(tmp_path: Path, store: StoreS
         await worker.close()
 
 
-async def test_an_agent_that_ends_answers_what_it_still_can(tmp_path: Path, store: StoreService) -> None:
+async def test_a_call_after_the_end_of_the_channel_gets_an_error(tmp_path: Path, store: StoreService) -> None:
     """When its channel is closed, a call gets an error reply, and does not wait for ever."""
     async with channel_to(f"{tmp_path}/store.sock") as channel:
         sock = StoreSocket(tmp_path / "agent.sock", client_of(channel))
@@ -252,7 +252,7 @@ def test_it_runs_on_uvloop(tmp_path: Path) -> None:
     uvloop.run(talk())
 
 
-async def test_a_socket_that_cannot_be_had_is_explained(tmp_path: Path) -> None:
+async def test_an_unusable_socket_path_is_explained(tmp_path: Path) -> None:
     async with channel_to(f"{tmp_path}/store.sock") as channel:
         client = client_of(channel)
         with pytest.raises(StoreSocketError, match=r"can't listen for workers at .*missing.*No such file"):

@@ -76,7 +76,7 @@ def test_a_line_of_torchs_client_is_understood() -> None:
     ],
     ids=map(str, itertools.count()),
 )
-def test_what_is_no_request_is_named(text: bytes, says: str) -> None:
+def test_an_invalid_request_names_the_field(text: bytes, says: str) -> None:
     """The error names the field and the expected type."""
     with pytest.raises(MalformedRequest, match=says):
         parse(text)
@@ -149,7 +149,7 @@ async def test_a_timer_lasts_from_when_it_is_read(host: Host) -> None:
     await host.timers.until(lambda: host.timers.scopes() == [])
 
 
-async def test_what_is_no_request_is_skipped(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_request_is_skipped(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """The lines around it are read, and the log is not flooded."""
     os.write(host.fifo._pipe, b"x" * 5000)
     host.fifo._drain()
@@ -185,7 +185,7 @@ async def test_a_process_that_is_not_known_yet_is_guarded_once_it_is(
     assert caplog.text.count("neither this worker nor a descendant of it") == 1
 
 
-async def test_what_was_written_before_a_process_was_known_comes_first(host: Host) -> None:
+async def test_requests_written_before_a_process_was_known_come_first(host: Host) -> None:
     """Otherwise the start of a timer would be processed after its end, and kill a worker that is done."""
     known, host.pids = host.pids, {}
     host.write(line())
@@ -306,7 +306,7 @@ async def test_a_process_of_a_worker_has_timers_of_its_own(host: Host) -> None:
 
 
 @pytest.mark.parametrize("watched", [True, False])
-async def test_before_anybody_is_judged_the_pipe_is_read(
+async def test_a_read_drops_ended_timers_and_processes(
     host: Host, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
     """Then the timers of an ended process are dropped, with or without a pidfd."""
@@ -355,7 +355,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Agent]:
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_hang_says_what_torchs_client_asked_for(agent: Agent) -> None:
+async def test_a_hang_has_the_signal_that_torchs_client_requested(agent: Agent) -> None:
     """SIGKILL comes in any case, so no signal is sent before it; without a signal no process is killed."""
     agent.pids = {os.getpid(): "0@1"}
     numbers = {"a": signal.SIGKILL, "b": signal.SIGUSR1, "c": 0, "gone": signal.SIGKILL}

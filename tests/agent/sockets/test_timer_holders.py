@@ -73,7 +73,7 @@ def test_a_name_costs_little_among_many_of_the_same_scope() -> None:
         assert crowd.timers.asked < 10 * PLENTY
 
 
-def test_nothing_is_kept_of_scopes_that_nobody_is_in() -> None:
+def test_nothing_is_kept_of_unused_scopes() -> None:
     """Names of scopes may contain numbers that never occur again."""
     crowd = Crowd()
     for number in range(100):

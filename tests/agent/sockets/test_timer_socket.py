@@ -147,7 +147,7 @@ async def test_a_worker_goes_on_when_its_agent_is_gone(host: Host) -> None:
     await host.timers.until(lambda: {"before", "after"} <= set(host.timers.scopes()))
 
 
-async def test_an_agent_that_was_paused_reaps_nobody_who_released_meanwhile(
+async def test_a_paused_agent_does_not_reap_a_worker_that_released(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The expiry arrives before the release was read: the agent reads the socket before it decides."""
@@ -185,7 +185,7 @@ async def test_a_worker_with_two_timers_run_out_is_reaped_once(host: Host) -> No
     assert [hang.scope for hang in host.expired] == ["a"]
 
 
-async def test_a_reaping_that_failed_is_told(host: Host) -> None:
+async def test_a_failed_reaping_is_reported(host: Host) -> None:
     """So the service tries again."""
 
     async def fail(worker_id: str) -> bool | None:
@@ -198,7 +198,7 @@ async def test_a_reaping_that_failed_is_told(host: Host) -> None:
         assert await host.timers.expire("0@1", "s") is False
 
 
-async def test_a_hang_is_told_with_what_the_agent_knows_of_it(host: Host) -> None:
+async def test_a_hang_is_reported_with_all_known_data(host: Host) -> None:
     """The report has its process, the signal of its timer, and the scope in the worker's own words."""
     with host.connect() as connection:
         connection.send(wire.acquire(1, 0, 60.0, b"s"))
@@ -270,7 +270,7 @@ async def test_a_busy_worker_is_followed(host: Host) -> None:
     await finished(worker)
 
 
-async def test_progress_is_told_under_the_workers_global_rank(host: Host) -> None:
+async def test_progress_is_reported_under_the_workers_global_rank(host: Host) -> None:
     """The report has the time of the step, from any process of the worker."""
     began = time.monotonic()
     with host.connect() as connection:
@@ -284,7 +284,7 @@ async def test_progress_is_told_under_the_workers_global_rank(host: Host) -> Non
     assert second[3] == pytest.approx(began, abs=1e-6)
 
 
-async def test_descriptors_that_nobody_asked_for_are_closed(host: Host) -> None:
+async def test_unexpected_descriptors_are_closed(host: Host) -> None:
     """A worker that sends them with another message costs the agent none."""
     with host.connect() as connection:
         reading, writing = os.pipe()
@@ -296,7 +296,7 @@ async def test_descriptors_that_nobody_asked_for_are_closed(host: Host) -> None:
         os.close(reading)
 
 
-async def test_a_stranger_is_refused(host: Host) -> None:
+async def test_an_unknown_process_is_refused(host: Host) -> None:
     """The kernel identifies the process, so its messages do not matter."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(str(host.path))
@@ -441,7 +441,7 @@ async def test_a_part_of_a_frame_delays_no_other_timer(host: Host) -> None:
     assert "half" not in {scope for _, scope in host.timers.acquired}
 
 
-async def test_a_release_that_waits_in_a_stream_is_read_before_the_verdict(host: Host) -> None:
+async def test_a_release_that_waits_in_a_stream_is_read_before_the_decision(host: Host) -> None:
     """It may be behind as many messages as the kernel's queue can hold."""
     with host.connect_stream() as stream:
         stream.send(frame(wire.acquire(1, 0, 60.0, b"s")))

@@ -113,7 +113,7 @@ async def host() -> Host:
     return Host()
 
 
-async def test_what_is_in_the_table_is_held(host: Host, process: Process) -> None:
+async def test_timers_in_the_table_are_held(host: Host, process: Process) -> None:
     """A timer counts from its start; removed ones end, new ones begin; a slot's second timer is another timer."""
     first = process.acquire(b"a", after=5.0, since=998.0)
     table = host.tables.open(host.holder(), process.descriptor)
@@ -149,9 +149,7 @@ async def test_a_process_whose_connection_ended_rings_again(host: Host, process:
     assert process.listening() == 0
 
 
-async def test_a_process_that_connected_again_is_looked_at_as_was_promised(
-    host: Host, process: Process
-) -> None:
+async def test_a_process_that_connected_again_is_polled_as_announced(host: Host, process: Process) -> None:
     """The end of the former connection, which may be noticed later, does not change that."""
     former = host.tables.open(host.holder(), process.descriptor)
     again = host.tables.open(host.holder(), process.descriptor)
@@ -188,7 +186,7 @@ async def test_the_agent_looks_by_itself_until_nothing_has_changed_for_a_while(
     table.close()
 
 
-async def test_all_tables_are_looked_at_without_being_asked(host: Host, process: Process) -> None:
+async def test_all_tables_are_polled_without_a_request(host: Host, process: Process) -> None:
     """This holds until the announced time, and again after a ring."""
     other = Process()
     tables = [host.tables.open(host.holder(), each.descriptor) for each in (process, other)]
@@ -207,7 +205,7 @@ async def test_all_tables_are_looked_at_without_being_asked(host: Host, process:
     other.close()
 
 
-async def test_completions_are_told_once(host: Host, process: Process) -> None:
+async def test_completions_are_reported_once(host: Host, process: Process) -> None:
     """This includes a process that sends the same table with its next connection."""
     process.acquire(b"s", learns=True)
     process.leave(b"s", 2.0)
@@ -222,7 +220,7 @@ async def test_completions_are_told_once(host: Host, process: Process) -> None:
     table.close()
 
 
-async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: Process) -> None:
+async def test_forgotten_durations_do_not_come_back(host: Host, process: Process) -> None:
     """The longest time is measured from the start again; earlier completions are reported before that."""
     process.leave(b"s", 9.0)
     process.leave(b"other", 8.0)
@@ -237,7 +235,7 @@ async def test_what_is_to_be_forgotten_does_not_come_back(host: Host, process: P
     table.close()
 
 
-async def test_progress_is_told_when_it_changes(host: Host, process: Process) -> None:
+async def test_progress_is_reported_when_it_changes(host: Host, process: Process) -> None:
     """The report has the worker's global rank."""
     table = host.tables.open(host.holder(), process.descriptor)
     process.table.progress(7, 999_000 * MILLISECOND)
@@ -250,7 +248,7 @@ async def test_progress_is_told_when_it_changes(host: Host, process: Process) ->
     table.close()
 
 
-async def test_timers_that_found_no_slot_are_told_of_once(
+async def test_timers_without_a_slot_are_logged_once(
     host: Host, process: Process, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The log shows that these timers are not guarded."""
@@ -282,7 +280,7 @@ async def test_bounds_of_a_worker_hold_for_its_tables(
     table.close()
 
 
-async def test_what_is_no_timer_is_not_taken_for_one(host: Host, process: Process) -> None:
+async def test_invalid_entries_are_not_taken_for_timers(host: Host, process: Process) -> None:
     """A table is the worker's memory; it may contain any bytes."""
     process.acquire(b"\xff\xfe")
     process.acquire(b"nothing", after=0.0)
@@ -321,7 +319,7 @@ async def test_a_memory_that_could_hurt_its_reader_is_refused(
     os.close(descriptor)
 
 
-async def test_what_is_no_table_is_refused(host: Host) -> None:
+async def test_a_descriptor_without_a_table_is_refused(host: Host) -> None:
     """Examples are a pipe, and memory with other first bytes."""
     descriptor = memory()
     with pytest.raises(TableRefused, match="does not begin with the magic number"):
@@ -359,7 +357,7 @@ async def test_a_table_comes_with_a_message(agent: TimerHost, process: Process) 
 
 
 @pytest.mark.integration
-async def test_a_ring_is_heard(agent: TimerHost, process: Process) -> None:
+async def test_a_ring_causes_a_read_of_the_table(agent: TimerHost, process: Process) -> None:
     """The process wrote its timer after the agent had stopped polling."""
     with agent.connect() as connection:
         socket.send_fds(connection, [wire.TABLE], [process.descriptor])
@@ -373,7 +371,7 @@ async def test_a_ring_is_heard(agent: TimerHost, process: Process) -> None:
 
 
 @pytest.mark.integration
-async def test_the_table_has_the_last_word(agent: TimerHost, process: Process) -> None:
+async def test_the_table_is_read_before_an_expiry_counts(agent: TimerHost, process: Process) -> None:
     """The agent reads a worker's table before it decides on an expiry, with or without a ring."""
     slot = process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:
@@ -390,7 +388,7 @@ async def test_the_table_has_the_last_word(agent: TimerHost, process: Process) -
 
 
 @pytest.mark.integration
-async def test_nobody_is_judged_unseen(
+async def test_an_unreadable_table_prevents_a_reaping(
     agent: TimerHost, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If the table can't be read, for any reason, the service has to report the expiry again."""
@@ -455,7 +453,7 @@ async def ended(connection: socket.socket) -> None:
 
 
 @pytest.mark.integration
-async def test_an_expiry_of_a_cleared_worker_accuses_nobody(agent: TimerHost, process: Process) -> None:
+async def test_an_expiry_of_a_cleared_worker_is_ignored(agent: TimerHost, process: Process) -> None:
     """Its table is closed, and may be gone."""
     process.acquire(b"s", since=time.monotonic())
     with agent.connect() as connection:

@@ -68,7 +68,7 @@ async def test_a_long_path_to_temporary_files_is_no_obstacle() -> None:
         }
 
 
-async def test_a_folder_that_can_not_be_written_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unwritable_folder_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It includes a remedy."""
     monkeypatch.setattr(tempfile, "tempdir", "/proc")
     async with open_channel(NOWHERE.endpoint) as channel:

@@ -42,7 +42,7 @@ async def ends(spawner: Spawner, *specs: WorkerSpec) -> list[WorkerExit]:
     return [exits[spec.local_rank] for spec in specs]
 
 
-async def test_exit_codes_and_signals_are_told_apart(spawner: Spawner) -> None:
+async def test_exit_codes_and_signals_are_distinguished(spawner: Spawner) -> None:
     """The exit code or signal of a worker is reported unchanged, with the time and the used resources."""
     before = asyncio.get_running_loop().time()
     fine, coded, killed, big = await ends(
@@ -124,7 +124,7 @@ async def test_bytes_survive(spawner: Spawner, tmp_path: Path) -> None:
         (["sleep"], {"stderr": Path("/no/such/err")}, "cannot open its log file '/no/such/err'"),
     ],
 )
-async def test_what_cannot_be_started_says_why(
+async def test_a_failed_start_has_the_reason(
     spawner: Spawner, tmp_path: Path, argv: list[str], more: dict[str, Any], expected: str
 ) -> None:
     """A failed start raises a one-line SpawnError with the reason, and reports no exit; other workers are unharmed."""
@@ -171,7 +171,7 @@ async def test_orphans_are_reaped(spawner: Spawner) -> None:
     await until(lambda: descendants(pid) == [], "the orphans' burial")
 
 
-async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: Path) -> None:
+async def test_ends_that_come_together_are_all_reported(spawner: Spawner, tmp_path: Path) -> None:
     """SIGCHLD signals merge; one wake-up reaps all dead children, also adopted ones that come before the workers."""
     orphan = tmp_path / "orphan"
     program = (
@@ -192,7 +192,7 @@ async def test_ends_that_come_together_are_all_told(spawner: Spawner, tmp_path: 
     await until(lambda: len(exits) == 1, "the worker's end")
 
 
-async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) -> None:
+async def test_signals_wait_for_exec_and_reach_only_the_chosen_workers(spawner: Spawner) -> None:
     """A signal sent together with the start is neither lost nor too early."""
     exits: list[WorkerExit] = []
     workers = spawner.submit(
@@ -206,7 +206,7 @@ async def test_signals_wait_for_exec_and_choose_their_victims(spawner: Spawner) 
     await until(lambda: len(exits) == 3, "the third")
 
 
-async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> None:
+async def test_a_callback_that_raises_loses_no_other_exit(spawner: Spawner) -> None:
     """An exception in one worker's on_exit is reported to the loop; the other exits are still reported."""
     complaints: list[str] = []
     loop = asyncio.get_running_loop()
@@ -223,7 +223,7 @@ async def test_a_callback_that_raises_costs_nobody_else(spawner: Spawner) -> Non
     assert complaints == ["on_exit of worker 0 raised"]
 
 
-async def test_a_dead_spawner_is_told_and_its_workers_accounted_for() -> None:
+async def test_a_dead_spawner_is_noticed_and_its_workers_have_exits() -> None:
     """After SIGKILL of the spawner each worker has an inferred exit, and new ones get an error."""
     exits: list[WorkerExit] = []
     spawner = Spawner.start()

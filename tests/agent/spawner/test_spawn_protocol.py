@@ -44,7 +44,7 @@ def test_an_inferred_end_is_no_success() -> None:
     assert (how.signal, how.inferred, how.succeeded) == (signal.SIGKILL, True, False)
 
 
-def test_requests_are_json_whatever_the_bytes() -> None:
+def test_requests_are_json_with_any_bytes() -> None:
     """Undecodable bytes are sent as lone surrogates, which JSON can escape, and arrive unchanged."""
     odd = os.fsdecode(b"\xff\x80")
     request = spawn_request(7, WorkerSpec(0, [odd], {odd: odd}, Path(odd)))

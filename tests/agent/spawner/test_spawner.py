@@ -165,7 +165,7 @@ def test_descendants_are_found_parents_first() -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
+def test_a_pid_of_another_process_is_not_killed() -> None:
     """A process whose parent is outside the tree when the signal is sent is spared, and so is its group."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     with subprocess.Popen(command, start_new_session=True) as stranger:
@@ -177,7 +177,7 @@ def test_a_pid_that_became_a_stranger_is_not_struck() -> None:
         assert stranger.wait() == -signal.SIGKILL
 
 
-def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_group_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that is ending may show -1 or 0 as its group: as arguments they mean "all" and "mine"."""
     signalled: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, _number: signalled.append(group))
@@ -187,7 +187,7 @@ def test_no_group_is_mistaken_for_everybody(monkeypatch: pytest.MonkeyPatch) -> 
     assert signalled == [gone_by_now]
 
 
-def test_who_is_overlooked_dies_all_the_same() -> None:
+def test_an_overlooked_process_is_killed_all_the_same() -> None:
     """A walk that misses a process does not end the loop: only the kernel decides that there are no children left."""
     program = """
 import subprocess, sys
@@ -203,7 +203,7 @@ child.returncode = 0
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_who_died_below_a_dead_parent_is_buried_too() -> None:
+def test_a_zombie_of_a_dead_parent_is_reaped_too() -> None:
     """It was seen as its parent's zombie; the parent died too, so this process has adopted it."""
     program = """
 import os, signal, time

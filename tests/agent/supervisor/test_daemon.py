@@ -172,7 +172,7 @@ async def test_flags_of_run_are_options_of_a_job(host: Host) -> None:
     assert (host.folder / "seen.0").read_text() == "0\n"
 
 
-async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Path) -> None:
+async def test_a_daemon_that_ends_stops_its_job_gracefully(tmp_path: Path) -> None:
     """Its workers get the time to save their state, also if the job was already being stopped."""
     save = 'trap "sleep 0.3; touch $1/saved; exit" TERM; touch $1/started; while :; do sleep 0.02; done'
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
@@ -189,7 +189,7 @@ async def test_a_daemon_that_ends_takes_its_job_along_in_good_order(tmp_path: Pa
         assert (run.phase, run.node_count) == (rendezvous_pb.PHASE_JOINABLE, 0)
 
 
-async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> None:
+async def test_a_second_stop_of_a_daemon_kills_its_workers(tmp_path: Path) -> None:
     """A second signal cancels the wait for the job: slow workers are killed."""
     slow = 'trap "sleep 600" TERM; touch $1/started; while :; do sleep 0.02; done'
     async with embedded_rendezvous() as rendezvous, embedded_timer() as timer:
@@ -249,7 +249,7 @@ async def test_who_hurries_a_daemon_has_its_workers_killed(tmp_path: Path) -> No
         ),
     ],
 )
-async def test_a_job_that_can_not_be_run_is_refused_by_the_field(
+async def test_a_job_that_can_not_be_run_is_refused_with_its_field(
     host: Host, more: dict[str, Any], field: str, told: str
 ) -> None:
     """The job is refused before anything is started."""
@@ -325,7 +325,9 @@ async def test_unusable_certificates_are_the_jobs_end_not_the_daemons(tmp_path: 
         assert "none.pem" in result.detail
 
 
-async def test_a_host_that_can_start_no_process_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_host_that_can_start_no_process_refuses_a_job(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The error is UNAVAILABLE: another host may be able to."""
 
     def fail() -> None:

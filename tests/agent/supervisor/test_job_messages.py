@@ -21,7 +21,7 @@ def told(job: FakeJob, launch_id: str = "") -> pb.Job:
     return job_message(TakenJob(as_job(job), launch_id))
 
 
-def test_a_job_is_told_with_its_workers() -> None:
+def test_the_message_of_a_job_has_its_workers() -> None:
     """It lists running and ended workers by local rank, with their exit codes; and its log folder and its run."""
     job = told(
         FakeJob(
@@ -74,7 +74,7 @@ def test_a_job_is_in_one_state(state: AgentState, expected: pb.JobState.ValueTyp
     assert (job.state, job.detail, job.exit_code) == (expected, detail, 0)
 
 
-def test_a_job_that_is_drained_says_until_when() -> None:
+def test_a_drained_job_reports_its_deadline() -> None:
     """Clients that wait for the host see the deadline."""
     state = AgentState(workers=Workers.RUNNING, started=1)
     job = told(FakeJob(state=state, draining=DrainNotice("power cut", LAUNCHED + 90, 90.0)))
@@ -82,7 +82,7 @@ def test_a_job_that_is_drained_says_until_when() -> None:
     assert job.drain_deadline.ToMilliseconds() == 1_800_000_090_500
 
 
-def test_a_job_that_ended_says_how() -> None:
+def test_an_ended_job_reports_its_result() -> None:
     """It has the exit code, one sentence, and the report of the failure that ended the run."""
     ending = FakeJob(state=AgentState(workers=Workers.RUNNING))
     ending.end(JobResult(1, "rank 3 failed", VALUE_ERROR))
@@ -96,7 +96,7 @@ def test_a_job_that_ended_says_how() -> None:
     assert (listed.exit_code, listed.failure_report) == (1, "")
 
 
-def test_what_a_worker_uses_is_told_while_it_runs() -> None:
+def test_the_usage_of_a_worker_is_reported_while_it_runs() -> None:
     """So is its progress; both are unknown for a worker that has ended."""
     usage = Usage(processor_seconds=12.5, processors=1.25, memory_bytes=4096, processes=3, threads=9)
     worker = worker_message(running(0), usage, (17, 2.5))
@@ -109,7 +109,7 @@ def test_what_a_worker_uses_is_told_while_it_runs() -> None:
     assert not over.HasField("progress")
 
 
-def test_a_job_whose_workers_nobody_guards_says_why() -> None:
+def test_a_job_without_a_watchdog_reports_the_reason() -> None:
     """Programs read the reason from its own field, people in the detail."""
     running_state = AgentState(workers=Workers.RUNNING, phase=Phase.FINAL, started=3)
     job = told(

@@ -27,7 +27,7 @@ def test_without_a_name_the_job_that_runs_is_meant_or_the_last() -> None:
     assert jobs.find("").job is as_job(second)
 
 
-def test_where_several_run_it_must_be_said_which() -> None:
+def test_with_several_running_jobs_a_run_id_is_required() -> None:
     """A guess could stop the wrong one."""
     jobs = Jobs(as_job(job("run-1")), as_job(job("run-2")), as_job(job("run-3", over=True)))
     with pytest.raises(ServiceError) as caught:
@@ -47,7 +47,7 @@ def test_of_one_run_the_job_that_runs_is_meant_or_the_latest() -> None:
 @pytest.mark.parametrize(
     ("run_id", "told"), [("", "has no job, running or ended"), ("run-7", "has no job of run 'run-7'")]
 )
-def test_what_is_not_there_is_not_found(run_id: str, told: str) -> None:
+def test_a_missing_job_is_not_found(run_id: str, told: str) -> None:
     """The message states whether the agent has any job."""
     with pytest.raises(ServiceError, match=told) as caught:
         Jobs().find(run_id)

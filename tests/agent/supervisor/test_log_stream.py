@@ -84,7 +84,7 @@ async def refused(job: FakeJob, **fields: Any) -> str:
     return " ".join(field for field, _ in caught.value.field_violations)
 
 
-async def test_all_that_is_there_comes_by_worker_and_stream(job: LoggingJob) -> None:
+async def test_existing_output_is_sent_by_worker_and_stream(job: LoggingJob) -> None:
     """Each piece has the rank that the worker had, and the cursor after it."""
     job.attempt(base_rank=4)
     job.write(b"out\n")
@@ -139,7 +139,7 @@ async def test_a_tail_is_of_the_latest_attempt_and_begins_at_a_line(
     assert await text(job, tail_bytes=tail) == told
 
 
-async def test_who_resumes_misses_nothing_and_hears_nothing_twice(job: LoggingJob) -> None:
+async def test_a_resumed_stream_loses_and_repeats_nothing(job: LoggingJob) -> None:
     """Any cursor can be resumed from; streams without a cursor start at their beginning."""
     job.attempt()
     job.write(b"0123456789")
@@ -153,7 +153,7 @@ async def test_who_resumes_misses_nothing_and_hears_nothing_twice(job: LoggingJo
     assert [piece.data for piece in await pieces(job, cursors=[cursor])] == [b"err"]
 
 
-async def test_rotated_files_are_one_stream_and_what_is_gone_is_told(job: LoggingJob) -> None:
+async def test_rotated_files_are_one_stream_and_lost_bytes_are_counted(job: LoggingJob) -> None:
     """The number of lost bytes is in the piece that comes after them."""
     job.attempt()
     for part in (b"first.", b"second.", b"third."):
@@ -169,7 +169,7 @@ async def test_rotated_files_are_one_stream_and_what_is_gone_is_told(job: Loggin
     assert (resumed.data, resumed.lost_bytes) == (b"second.", 4)
 
 
-async def test_an_attempt_that_was_removed_is_told_to_who_was_in_it(job: LoggingJob) -> None:
+async def test_a_removed_attempt_is_reported_to_a_reader_within_it(job: LoggingJob) -> None:
     """The number is unknown; a reader without a cursor starts with the attempts that are kept."""
     job.attempt()
     job.write(b"gone")
@@ -223,7 +223,7 @@ async def follower(
     await following.stream.aclose()
 
 
-async def test_who_follows_hears_all_of_it_over_restarts_and_rotation(
+async def test_a_follower_gets_all_output_over_restarts_and_rotation(
     job: LoggingJob, follower: Follower
 ) -> None:
     """The stream starts before the first attempt and ends with the job."""
@@ -274,7 +274,7 @@ async def test_a_request_that_makes_no_sense_is_refused(
     assert await refused(job, **fields) == field
 
 
-async def test_logs_that_can_not_be_read_are_told(job: LoggingJob) -> None:
+async def test_unreadable_logs_are_reported(job: LoggingJob) -> None:
     """The file system may be gone; clients retry."""
     job.attempt()
     job.file().unlink()

@@ -16,7 +16,7 @@ from rallypoint.rpc.errors import ServiceError
 RUNNING = AgentState(workers=Workers.RUNNING, started=3)
 
 
-def looked_into(text: str) -> Any:
+def diagnosed_group(text: str) -> Any:
     """A worker group that returns fixed diagnostics."""
 
     async def diagnose(local_rank: int, timeout: float) -> str:
@@ -33,7 +33,7 @@ async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -
     """All workers get the same share of the message."""
     state = SimpleNamespace(evidence_timeout=0.0, run_id="run-1")
     job = FakeJob(
-        group=looked_into("\N{SNOWMAN}" * 200_000),
+        group=diagnosed_group("\N{SNOWMAN}" * 200_000),
         state=RUNNING,
         workers=[running(rank + 10) for rank in range(workers)],
         config=state,
@@ -43,10 +43,10 @@ async def test_stacks_of_many_workers_fit_one_message(workers: int, most: int) -
     assert all(most - 8 < len(stacks.text.encode()) <= most for stacks in found)
 
 
-async def test_who_has_ended_has_no_stacks() -> None:
+async def test_an_ended_worker_has_no_stacks() -> None:
     """This holds for workers that ended before the request, and for workers that end during it."""
     job = FakeJob(
-        group=looked_into("it waits"),
+        group=diagnosed_group("it waits"),
         state=RUNNING,
         workers=[running(0), ended(1, code=0), running(2)],
         config=SimpleNamespace(evidence_timeout=2.0, run_id="run-1"),
@@ -65,7 +65,7 @@ async def test_without_a_rendezvous_service_nothing_is_restarted() -> None:
     assert caught.value.reason == "NO_RENDEZVOUS"
 
 
-class RanksOfAStranger(tuple[int, ...]):
+class UnsearchableRanks(tuple[int, ...]):
     """A field that may have millions of entries."""
 
     __slots__ = ()
@@ -77,4 +77,4 @@ class RanksOfAStranger(tuple[int, ...]):
 def test_ranks_of_a_request_are_read_once() -> None:
     job = FakeJob(workers=[running(0), running(1)], state=RUNNING, config=SimpleNamespace(run_id="run-1"))
     rank = job.workers[1].rank
-    assert workers_of(as_job(job), RanksOfAStranger([rank] * 3)) == [job.workers[1]]
+    assert workers_of(as_job(job), UnsearchableRanks([rank] * 3)) == [job.workers[1]]

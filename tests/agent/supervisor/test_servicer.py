@@ -61,7 +61,7 @@ def named(run_id: str) -> FakeJob:
     return FakeJob(config=config(run_id))
 
 
-async def test_jobs_are_told_by_name_and_all_together(agent: Agent) -> None:
+async def test_jobs_are_returned_by_name_or_as_a_list(agent: Agent) -> None:
     """A single job has its workers, a list of jobs has none."""
     first = FakeJob(config=config("run-1"), group=worker_group(), workers=[running(0)])
     stub = await agent.serve(first, named("run-2"))
@@ -113,7 +113,7 @@ async def test_a_worker_is_named_by_its_rank_and_its_process(agent: Agent) -> No
     assert (error.reason, error.metadata) == ("WORKER_REPLACED", {"pid": str(running(0).pid)})
 
 
-async def test_a_restart_is_of_the_round_that_was_named(agent: Agent) -> None:
+async def test_a_restart_of_another_round_is_refused(agent: Agent) -> None:
     """The workers of another round are not restarted."""
     group = worker_group()
     stub = await agent.serve(
@@ -124,7 +124,7 @@ async def test_a_restart_is_of_the_round_that_was_named(agent: Agent) -> None:
     assert error.metadata == {"current_round": str(group.assignment.round)}
 
 
-async def test_who_watches_gets_the_latest_state_until_the_end(agent: Agent) -> None:
+async def test_a_watcher_gets_the_latest_state_until_the_end(agent: Agent) -> None:
     """First comes the current state, then each change; states that were replaced before they were sent are left out."""
     job = FakeJob()
     stub = await agent.serve(job)
@@ -189,7 +189,7 @@ async def test_readers_of_logs_leave_an_agent_the_files_that_it_needs_itself(
         stream.cancel()
 
 
-async def test_workers_are_told_with_their_progress(agent: Agent) -> None:
+async def test_workers_are_listed_with_their_progress(agent: Agent) -> None:
     """Progress is present where workers reported it; ended workers have their exit code."""
     job = FakeJob(
         group=worker_group(), workers=[running(0, pid=2**22 + 1), running(1, pid=2**22 + 2), ended(2, code=3)]
@@ -263,7 +263,7 @@ def questions(stub: pb_grpc.SupervisorServiceAsyncStub, run_id: str = "") -> dic
     }
 
 
-async def test_an_agent_without_a_job_says_so(agent: Agent) -> None:
+async def test_an_agent_without_a_job_returns_an_error(agent: Agent) -> None:
     """A daemon before its first job is an example; every method returns the error."""
     for method, call in questions(await agent.serve()).items():
         error = await refusal(call)

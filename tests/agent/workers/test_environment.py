@@ -82,7 +82,7 @@ def test_a_worker_sees_torchruns_variables_and_ours() -> None:
     }
 
 
-def test_what_the_user_set_stays() -> None:
+def test_variables_that_the_user_set_stay() -> None:
     """Some variables are defaults; the ranks are not."""
     chosen = {"OMP_NUM_THREADS": "8", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "PYTHONFAULTHANDLER": ""}
     seen = environment(replace(CONFIG, environment=chosen))

@@ -55,7 +55,7 @@ SEAT = Assignment(
 )
 
 
-class Told:
+class Reported:
     """The results that a group reports."""
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
+def told() -> Reported:
     """The results that the group of a test reports."""
-    return Told()
+    return Reported()
 
 
 @pytest.fixture
-async def make(tmp_path: Path, told: Told) -> AsyncIterator[Callable[..., WorkerGroup]]:
+async def make(tmp_path: Path, told: Reported) -> AsyncIterator[Callable[..., WorkerGroup]]:
     """A function that makes a group from a shell script; it ends with the test."""
     async with AsyncExitStack() as stack:
         spawner = await stack.enter_async_context(Spawner.start())
@@ -121,8 +121,8 @@ def _found(folder: Path, pattern: str) -> list[Path]:
     return list(folder.glob(pattern))
 
 
-async def test_success_is_told_once_when_all_have_succeeded(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_success_is_reported_once_when_all_have_succeeded(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """The success of the first is not reported."""
     group = make("[ $LOCAL_RANK = 1 ] || exit 0; touch $1/waits; while [ ! -e $1/go ]; do sleep 0.01; done")
@@ -138,8 +138,8 @@ async def test_success_is_told_once_when_all_have_succeeded(
     ]
 
 
-async def test_the_first_failure_is_told_once_with_all_that_is_known(
-    make: Callable[..., WorkerGroup], told: Told
+async def test_the_first_failure_is_reported_once_with_all_known_data(
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """The report has the worker, its host, its exit and the end of its log; later failures are consequences."""
     group = make(
@@ -181,8 +181,8 @@ RAISES = """
 """The part of a shell script that writes a worker's error file as `record` does."""
 
 
-async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it(
-    make: Callable[..., WorkerGroup], told: Told
+async def test_a_worker_that_raised_and_ends_slowly_is_the_first_failure(
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """It is reported at the first end of another worker, and its failure is not the signal that stops it."""
     group = make(
@@ -200,8 +200,8 @@ async def test_who_has_raised_and_is_slow_to_end_was_before_those_that_die_of_it
     assert group.failures[0].time < group.failures[1].time
 
 
-async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_reason(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_an_earlier_exception_is_found_during_a_stop_for_another_reason(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """Another host's worker was the first to end; an exception that the stop raises is a consequence."""
     group = make(
@@ -220,8 +220,8 @@ async def test_one_that_had_raised_is_found_when_all_are_stopped_for_another_rea
     assert group.failures == told.earlier
 
 
-async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after_it(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_an_end_before_the_stop_is_a_failure_even_if_reported_after_it(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """The agent was busy meanwhile."""
     group = make("[ $LOCAL_RANK = 1 ] && while [ ! -e $1/go ]; do sleep 0.01; done && exit 7; sleep 600")
@@ -235,8 +235,8 @@ async def test_an_end_before_the_stop_is_a_failure_although_it_is_heard_of_after
     assert [(each.rank, each.exit_code) for each in group.failures] == [(5, 7)]
 
 
-async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
-    make: Callable[..., WorkerGroup], told: Told, monkeypatch: pytest.MonkeyPatch
+async def test_an_old_exception_that_was_caught_is_no_failure(
+    make: Callable[..., WorkerGroup], told: Reported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was caught; the worker that fails now is the first."""
     monkeypatch.setattr(analysis, "UNWINDING", 0.05)
@@ -251,7 +251,7 @@ async def test_an_exception_of_long_ago_that_ended_nothing_is_nobody_s_failure(
 
 
 async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
-    make: Callable[..., WorkerGroup], told: Told
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """The round must end with a reason, not hang; no worker of the group is left."""
     group = make("exit 0", working_directory=Path("/none"))
@@ -263,7 +263,7 @@ async def test_a_program_that_does_not_exist_is_a_failure_like_any_other(
 
 
 async def test_the_worker_that_could_not_be_started_is_named(
-    make: Callable[..., WorkerGroup], told: Told
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """The failure has its ranks, on this host and in the round."""
     group = make("exit 0")
@@ -284,7 +284,7 @@ async def test_the_worker_that_could_not_be_started_is_named(
 
 
 async def test_logs_that_can_not_be_written_are_a_failure_too(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """A full disk ends the round with a reason."""
     group = make("exit 0")
@@ -295,7 +295,9 @@ async def test_logs_that_can_not_be_written_are_a_failure_too(
     assert await group.stop(signal.SIGTERM, 1.0) == StopReport()
 
 
-async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., WorkerGroup], told: Told) -> None:
+async def test_workers_that_are_stopped_have_not_failed(
+    make: Callable[..., WorkerGroup], told: Reported
+) -> None:
     """Their exit codes and signals do not matter."""
     group = make("sleep 600")
     await group.start()
@@ -304,8 +306,8 @@ async def test_workers_that_are_stopped_have_not_failed(make: Callable[..., Work
     assert (told.failures, told.successes) == ([], 0)
 
 
-async def test_a_crew_that_was_stopped_starts_nothing(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_a_stopped_group_starts_nothing(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """The caller of the stop has already confirmed that none of its workers is alive."""
     group = make("touch $1/started")
@@ -316,8 +318,8 @@ async def test_a_crew_that_was_stopped_starts_nothing(
     assert (told.failures, told.successes, group.workers) == ([], 0, {})
 
 
-async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_nothing(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_group_that_is_stopped_before_it_knows_its_processors_starts_nothing(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """start() waits for the topology, stop() has nothing to stop yet, and start() would start unsupervised workers."""
     looking, go_on = threading.Event(), threading.Event()
@@ -338,8 +340,8 @@ async def test_a_crew_that_is_stopped_before_it_knows_its_processors_starts_noth
     assert not (tmp_path / "started").exists()
 
 
-async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
-    make: Callable[..., WorkerGroup], told: Told
+async def test_a_worker_that_hangs_is_killed_and_the_failure_has_the_reason(
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """The worker is named, and the others run on until a decision about the round."""
     group = make("sleep 600")
@@ -356,8 +358,8 @@ async def test_a_worker_that_hangs_is_killed_and_the_failure_says_why(
     assert group.workers[0].exit is None
 
 
-async def test_a_worker_that_is_only_to_be_told_of_lives_on(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_a_worker_that_is_only_to_be_reported_lives_on(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """Its diagnostics are in its file."""
     group = make("sleep 600")
@@ -370,8 +372,8 @@ async def test_a_worker_that_is_only_to_be_told_of_lives_on(
     assert (group.workers[1].exit, told.failures) == (None, [])
 
 
-async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_a_worker_that_ends_with_0_by_its_chosen_signal_has_failed(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """It did not finish its work."""
     group = make(
@@ -388,8 +390,8 @@ async def test_one_that_ends_with_0_of_the_signal_that_it_chose_has_failed(
     assert group.workers[1].exit is None
 
 
-async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_worker_that_outlives_sigkill_makes_the_host_unhealthy(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is reported first, and once; a stop of the others does not wait for it."""
     group = make('[ $LOCAL_RANK = 0 ] || trap "" TERM; touch $1/ready.$LOCAL_RANK; sleep 600')
@@ -416,7 +418,7 @@ async def test_what_outlives_sigkill_has_failed_and_makes_the_host_unfit(
 
 
 async def test_a_worker_that_ended_meanwhile_is_left_alone(
-    make: Callable[..., WorkerGroup], told: Told
+    make: Callable[..., WorkerGroup], told: Reported
 ) -> None:
     """A worker of another round, or one that was stopped, is not killed either."""
     group = make("exit 0", workers=1)
@@ -429,7 +431,7 @@ async def test_a_worker_that_ended_meanwhile_is_left_alone(
 
 
 async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """Its environment has the path; the pipe is removed after the stop."""
     group = make('test -p "$RALLYPOINT_STACKS" && echo "$RALLYPOINT_STACKS" > $1/pipe.$LOCAL_RANK')
@@ -442,7 +444,7 @@ async def test_each_worker_has_a_pipe_for_its_stacks_until_it_is_stopped(
 
 
 async def test_without_a_place_for_pipes_workers_run_all_the_same(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """If they hang, their stacks are collected in other ways, or not at all."""
     group = make('test -z "$RALLYPOINT_STACKS"')
@@ -483,8 +485,8 @@ async def test_a_daemon_is_traced_to_the_worker_that_left_it_behind(
         assert group.worker_of(daemon) == name
 
 
-async def test_workers_get_the_environment_of_their_place(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path
+async def test_workers_get_the_environment_of_their_assignment(
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path
 ) -> None:
     """It has variables of the round, of the run and of the agent."""
     group = make(
@@ -499,7 +501,7 @@ async def test_workers_get_the_environment_of_their_place(
 
 
 async def test_of_workers_that_all_hang_each_is_examined(
-    make: Callable[..., WorkerGroup], told: Told, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make: Callable[..., WorkerGroup], told: Reported, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Most of them wait for the one that hangs: the first to be killed ends the round, and may be any of them."""
     group = make("sleep 600")

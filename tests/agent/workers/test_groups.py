@@ -30,7 +30,7 @@ class SlowToSweep:
         return StopReport()
 
 
-async def test_a_success_that_a_stop_has_overtaken_is_told_no_more() -> None:
+async def test_a_success_that_a_stop_has_overtaken_is_not_reported() -> None:
     """Its round is over, and the workers of the next may run when the sweep ends: they have not succeeded."""
     told: list[Any] = []
     tasks: list[asyncio.Task[None]] = []

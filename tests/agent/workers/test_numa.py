@@ -76,7 +76,7 @@ def test_each_worker_has_a_complex_of_its_own_while_there_are_enough(tmp_path: P
 
 
 @pytest.mark.parametrize("binding", BINDINGS)
-def test_nobody_gets_what_the_agent_may_not_use(tmp_path: Path, binding: str) -> None:
+def test_workers_get_only_processors_that_the_agent_may_use(tmp_path: Path, binding: str) -> None:
     """A container's cpuset limits all bindings; a node outside it gets no worker."""
     host = read_topology({}, two_sockets_of_two_nodes(tmp_path))
     allowed = {1, 2, 17, 18, 9}

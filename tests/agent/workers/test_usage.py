@@ -59,7 +59,7 @@ async def test_a_tree_counts_as_one(started: subprocess.Popen[bytes]) -> None:
     assert 0 < usage.processor_seconds < 60
 
 
-def test_who_has_lost_its_parent_is_known_by_its_mark(tmp_path: Path) -> None:
+def test_an_orphan_is_found_by_its_mark(tmp_path: Path) -> None:
     """A daemon that a worker left behind belongs to it, in any session; one with another mark does not."""
     worker = subprocess.Popen(mortal("sleep", "600"), env={**os.environ, SPAWN_MARK: "7.1"})
     orphan = subprocess.Popen(
@@ -79,14 +79,14 @@ def test_who_has_lost_its_parent_is_known_by_its_mark(tmp_path: Path) -> None:
             process.wait()
 
 
-def test_who_has_lost_its_parent_but_not_its_session_is_known_by_that() -> None:
+def test_an_orphan_is_found_by_its_session() -> None:
     """Changes to its environment do not matter."""
     orphan = ProcessStat(pid=2**22 + 3, state="S", parent=2**22 + 1, group=2**22 + 3, session=2**22 + 2)
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 2}), {}) == 2**22 + 2
     assert _owner(orphan, 2**22 + 1, frozenset({2**22 + 9}), {}) is None
 
 
-async def test_who_is_busy_is_told_from_who_was(tmp_path: Path) -> None:
+async def test_the_load_is_measured_between_two_samples(tmp_path: Path) -> None:
     """The load is that between two samples, not of the whole life; a sample soon after another uses an older one."""
     now = [time.monotonic()]
     meter = UsageMeter(lambda: now[0])
@@ -126,7 +126,7 @@ def _state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-async def test_who_is_gone_is_left_out() -> None:
+async def test_an_ended_process_is_left_out() -> None:
     """It ended between the request and the sample."""
     process = _start("true")
     process.wait()

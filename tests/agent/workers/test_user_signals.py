@@ -23,7 +23,7 @@ from rallypoint.agent.workers.signals import would_end
         ("signal.signal(signal.SIGUSR2, print)", True),
     ],
 )
-def test_the_kernel_knows_whom_a_signal_would_end(preparation: str, fatal: bool) -> None:
+def test_the_kernel_shows_which_processes_a_signal_would_end(preparation: str, fatal: bool) -> None:
     """A process that handles, ignores or blocks it lives; a handler of another signal does not count."""
     program = f"import signal; {preparation}; print(flush=True); signal.pause()"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
@@ -64,7 +64,7 @@ BY_THE_PROGRAM = 0xFFFF_FFFE_7FFB_FEFF
         ((BY_THE_PROGRAM,), False),
     ],
 )
-def test_blocked_is_what_every_thread_blocks_for_good(
+def test_a_signal_is_blocked_if_every_thread_blocks_it_for_good(
     tmp_path: Path, threads: tuple[int, ...], fatal: bool
 ) -> None:
     """The kernel delivers it to any thread that does not block it; a block during a fork ends soon."""
@@ -77,12 +77,12 @@ def test_a_shell_that_forks_does_not_block_for_good(tmp_path: Path, state: str) 
     assert would_end(7, signal.SIGUSR1, proc=status(tmp_path, BY_THE_PROGRAM, state=state))
 
 
-def test_a_handler_counts_whatever_is_blocked(tmp_path: Path) -> None:
+def test_a_handler_counts_also_for_a_blocked_signal(tmp_path: Path) -> None:
     """A worker that forks all the time gets the signals that it handles."""
     assert not would_end(7, signal.SIGUSR1, proc=status(tmp_path, WHILE_FORKING, caught=USR1))
 
 
-def test_a_worker_in_the_middle_of_a_fork_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_worker_in_the_middle_of_a_fork_is_checked_again(tmp_path: Path) -> None:
     """So a worker that blocks the signal permanently is not mistaken for one that the signal would end."""
     proc = status(tmp_path, WHILE_FORKING)
     looks = iter([WHILE_FORKING, USR1])

@@ -61,7 +61,7 @@ async def test_a_killed_worker_is_reported_at_once_and_the_rest_stopped(spawner:
     assert group.pids == {}
 
 
-async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, tmp_path: Path) -> None:
+async def test_stubborn_workers_are_killed_at_the_timeout(spawner: Spawner, tmp_path: Path) -> None:
     """Workers and descendants that ignore SIGTERM are gone when stop returns, and the report names the workers."""
     with fresh_marker() as marker:
         exits: list[WorkerExit] = []
@@ -82,7 +82,7 @@ async def test_stubborn_workers_are_killed_when_patience_ends(spawner: Spawner, 
         assert ended == {0: signal.SIGKILL, 1: signal.SIGKILL, 2: signal.SIGTERM}
 
 
-async def test_a_killed_worker_takes_its_tree_along_and_nobody_else(spawner: Spawner, tmp_path: Path) -> None:
+async def test_a_kill_of_a_worker_ends_its_tree_and_no_other(spawner: Spawner, tmp_path: Path) -> None:
     """The watchdog's kill ends one worker with children and daemons; its neighbour's tree is untouched."""
     folders = [tmp_path / "0", tmp_path / "1"]
     with fresh_marker() as marker, fresh_marker() as neighbour:
@@ -130,7 +130,7 @@ while True: time.sleep(0.01)
     assert report.killed == ()
 
 
-async def test_a_suspended_worker_hears_the_signal(spawner: Spawner, tmp_path: Path) -> None:
+async def test_a_suspended_worker_gets_the_signal(spawner: Spawner, tmp_path: Path) -> None:
     """A stopped (SIGSTOP) worker is continued, so that it can end normally."""
     program = """
 import signal, sys, time
@@ -182,11 +182,11 @@ async def test_a_cancelled_caller_does_not_cancel_the_stop(spawner: Spawner) -> 
     """A caller that waits for a stop may be cancelled; the stop goes on."""
     group = WorkerProcesses(spawner, lambda _how: None)
     await group.start(SLEEPERS)
-    impatient = asyncio.create_task(group.stop())
+    caller = asyncio.create_task(group.stop())
     await asyncio.sleep(0)
-    impatient.cancel()
+    caller.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await impatient
+        await caller
     assert (await group.stop()).left == ()
     assert group.pids == {}
 
@@ -217,7 +217,7 @@ async def test_a_cancelled_start_leaves_workers_to_stop(spawner: Spawner) -> Non
     assert len(exits) == 4
 
 
-async def test_one_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
+async def test_a_worker_that_cannot_start_stops_the_others(spawner: Spawner) -> None:
     """All or none: the error names the worker, the others are gone, and the spawner accepts the next group."""
     exits: list[WorkerExit] = []
     group = WorkerProcesses(spawner, exits.append)
@@ -246,7 +246,7 @@ async def test_stopping_nothing_is_immediate(spawner: Spawner) -> None:
     assert not exits[0].during_stop
 
 
-async def test_what_a_finished_worker_left_behind_is_swept(spawner: Spawner, tmp_path: Path) -> None:
+async def test_processes_left_by_a_finished_worker_are_killed(spawner: Spawner, tmp_path: Path) -> None:
     """The daemon outlives its worker, which has succeeded; stop kills it without a grace period."""
     with fresh_marker() as marker:
         program = """
