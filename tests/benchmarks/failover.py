@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 from benchmarks.clients.failover import FailoverOrder, FailoverResult
-from benchmarks.clients.victim import LostNodeOrder
+from benchmarks.clients.lost_node import LostNodeOrder
 from benchmarks.figures import Figure
 from benchmarks.processes import BenchmarkError, Server, client_command, raise_open_files, running, tail
 from benchmarks.session import Session
@@ -45,15 +45,15 @@ def _failover(
 
     def measure() -> FailoverResult:
         with start(session.folder) as server:
-            log = session.folder / "client-victim.log"
-            with running(_lost_node_command(server, nodes), log, subprocess.PIPE) as victim:
-                assert victim.stdout is not None
-                if victim.stdout.readline() != "joined\n":
+            log = session.folder / "client-lost-node.log"
+            with running(_lost_node_command(server, nodes), log, subprocess.PIPE) as lost_node:
+                assert lost_node.stdout is not None
+                if lost_node.stdout.readline() != "joined\n":
                     raise BenchmarkError(
                         f"the node to be lost could not join: {tail(log)}; the server's log ends with: "
                         f"{server.log_tail()}"
                     )
-                order = FailoverOrder(server.endpoint, victim.pid, nodes, spare, _TIMEOUT)
+                order = FailoverOrder(server.endpoint, lost_node.pid, nodes, spare, _TIMEOUT)
                 result = measured(session, server, "failover", order, FailoverResult)
         return FailoverResult(result.first - grace, result.last - grace)
 
@@ -61,4 +61,4 @@ def _failover(
 
 
 def _lost_node_command(server: Server, nodes: int) -> list[str]:
-    return client_command("victim", LostNodeOrder(server.endpoint, nodes, _TIMEOUT))
+    return client_command("lost_node", LostNodeOrder(server.endpoint, nodes, _TIMEOUT))

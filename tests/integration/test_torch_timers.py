@@ -12,13 +12,13 @@ from cli.cli_process import rallypoint
 pytestmark = pytest.mark.integration
 
 WORKER = Path(__file__).with_name("torch_timer_worker.py")
-ACCUSING_WORKER = Path(__file__).with_name("accusing_worker.py")
+FOREIGN_TIMER_WORKER = Path(__file__).with_name("foreign_timer_worker.py")
 
 
 def test_a_worker_can_not_have_another_one_killed(tmp_path: Path) -> None:
     """A timer that rank 0 writes for rank 1's process is ignored with a log line; its own timers still work."""
     flags = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", "--log-dir", tmp_path / "logs")
-    result = rallypoint("run", *flags, ACCUSING_WORKER, tmp_path, timeout=90)
+    result = rallypoint("run", *flags, FOREIGN_TIMER_WORKER, tmp_path, timeout=90)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("neither this worker nor a descendant of it") == 1
     assert [path.parent.name for path in tmp_path.glob("logs/*/attempt_0/*/hang.txt")] == ["0"]

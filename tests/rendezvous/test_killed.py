@@ -9,8 +9,8 @@ import pytest
 
 from rallypoint.rendezvous.state.client import FencedStateClient
 from rallypoint.rendezvous.store.client import StoreClient
+from rendezvous.killable_server import killable_server_in
 from rendezvous.store.store_fakes import RUN, channel_to, client_of
-from rendezvous.victim import killable_server_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
 

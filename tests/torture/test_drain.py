@@ -12,8 +12,8 @@ from google.protobuf.duration_pb2 import Duration
 
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
-from torture.chronicle import read_durable_run
 from torture.crowd import crowd
+from torture.durable_run import read_durable_run
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
 from torture.stalled_subscriber import EventWatcher, RunWatcher, Spare, our_channel

@@ -14,8 +14,8 @@ import pytest
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2_grpc as pb_grpc
 from rallypoint.rpc.durations import to_duration
-from torture.chronicle import check_one_membership_a_round, last_revision, read_durable_run
 from torture.crowd import Crowd, calm, crowd
+from torture.durable_run import check_one_membership_a_round, last_revision, read_durable_run
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, QuickServer, serving
 from torture.tormented_node import RUN, TormentedNode

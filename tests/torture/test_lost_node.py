@@ -19,8 +19,8 @@ from rallypoint.rpc.durations import to_duration
 from support.marks import slow
 from support.mortal import mortal
 from torture import lone_node
-from torture.chronicle import check_one_membership_a_round, read_durable_run
 from torture.crowd import Crowd, crowd
+from torture.durable_run import check_one_membership_a_round, read_durable_run
 from torture.length import ordinarily
 from torture.mortal_server import PATIENCE, MortalServer, serving
 from torture.tormented_node import Told, TormentedNode

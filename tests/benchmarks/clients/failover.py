@@ -24,14 +24,14 @@ class FailoverOrder:
 
     Attributes:
         endpoint: address of the server.
-        `victim`: process id of the client with the one other node, which is killed.
+        `lost_node`: process id of the client with the one other node, which is killed.
         places: number of nodes of the round, including that one.
         spare: True if a spare joins, to replace the lost node.
         timeout: seconds until it counts as failed.
     """
 
     endpoint: str
-    victim: int
+    lost_node: int
     places: int
     spare: bool
     timeout: float
@@ -58,7 +58,7 @@ async def failover(order: FailoverOrder) -> FailoverResult:
     await swarm.reached(FINAL, order.timeout, count=order.places - 1)
     await asyncio.sleep(_CALM)
     began = time.perf_counter()
-    os.kill(order.victim, signal.SIGKILL)
+    os.kill(order.lost_node, signal.SIGKILL)
     told = await swarm.reached(_REPLACED if order.spare else _JOINABLE, order.timeout)
     return FailoverResult(told.first - began, told.last - began)
 

@@ -1,6 +1,6 @@
 """Store and fenced states in a separate process over an SQLite journal, to be SIGKILLed and started again.
 
-`victim.py JOURNAL ENDPOINT`
+`killable_server.py JOURNAL ENDPOINT`
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from rallypoint.rendezvous.core import facts
 from rallypoint.rendezvous.core.state import LossReason, RoundEnd, RoundEndCause, RunSettings, Seat
 from rallypoint.rendezvous.v1 import rendezvous_service_pb2 as pb
 from rendezvous.core.ledger import Violation
-from torture.chronicle import DurableRun, Entry, check_one_membership_a_round
+from torture.durable_run import DurableRun, Entry, check_one_membership_a_round
 from torture.tormented_node import Told
 
 SETTINGS = RunSettings(min_nodes=1, max_nodes=2)

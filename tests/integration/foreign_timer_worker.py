@@ -1,6 +1,6 @@
 """A worker that writes torch's timer file directly: rank 0 sets a timer for rank 1's process, and lets it expire.
 
-accusing_worker.py FOLDER. It ends when its own timer, which starts later and kills no process, has expired too.
+foreign_timer_worker.py FOLDER. It ends when its own timer, which starts later and kills no process, has expired too.
 """
 
 from __future__ import annotations
