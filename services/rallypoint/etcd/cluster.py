@@ -108,14 +108,14 @@ class EtcdChannel:
 
     def _advice(self, cause: str) -> str:
         """Return the likely reason if the two sides disagree about the security of the connection."""
-        said, names = cause.lower(), self._credentials.names
+        lowered, names = cause.lower(), self._credentials.names
         if self._shown is None:
-            return "; it may use TLS: then give etcds://" if "socket closed" in said else ""
-        if "handshake read failed" in said:
+            return "; it may use TLS: then give etcds://" if "socket closed" in lowered else ""
+        if "handshake read failed" in lowered:
             return "; it may not use TLS: then give etcd:// and no certificates"
-        if "tsi_data_corrupted" in said:
+        if "tsi_data_corrupted" in lowered:
             return f"; it may require a client certificate that it knows: {names.certificate}, {names.key}"
-        if "certificate_verify_failed" in said:
+        if "certificate_verify_failed" in lowered:
             return f"; its certificate may need another authority: {names.authorities}"
         return ""
 

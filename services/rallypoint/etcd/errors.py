@@ -143,16 +143,16 @@ def error_for(code: grpc.StatusCode, text: str, where: str) -> EtcdError:
         code: Of the status; any code that is not a refusal means a broken connection, or a server in
             trouble.
     """
-    said = text.lower()
+    lowered = text.lower()
     message = f"{where}: {text or code.name}"
-    if any(words in said for words in _TOKEN_GONE):
+    if any(words in lowered for words in _TOKEN_GONE):
         return TokenRefused(Reason.UNAUTHENTICATED, message)
-    if any(words in said for words in _TRY_AGAIN):
+    if any(words in lowered for words in _TRY_AGAIN):
         return EtcdUnavailable(message)
-    if "has been compacted" in said:
+    if "has been compacted" in lowered:
         return Compacted(0)
     for words, reason in _REFUSALS:
-        if words in said:
+        if words in lowered:
             return EtcdRefused(reason, message)
     if code in _REFUSED_CODES:
         return EtcdRefused(_REFUSED_CODES[code], message)
