@@ -23,7 +23,7 @@ _VARIABLE = (
 # Lines that only a slow machine shows, and one that depends on the sockets that other hosts have left, whose folder
 # is the same here.
 _OPTIONAL = re.compile(
-    r"still there: rank|^N warning paused forgiven="
+    r"still there: rank|^N warning paused forgiven=|^N warning the watchdog was paused;"
     r"|^N last call:|^N waiting for nodes:|^Traceback|^WARNING: Location|running again"
     r"|no worker reports progress|^logs of this host|^slowest: host"
 )
