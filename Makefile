@@ -23,7 +23,7 @@ PROTOS := $(shell cd protos && find rallypoint -name '*.proto' | sort)
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
-# The last one has the version.
+# The last prerequisite holds the version.
 $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) services/rallypoint/serving/info.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
@@ -65,7 +65,7 @@ lint: $(VENV)/.ready $(GENERATOR)/.ready ## ruff, mypy strict, buf lint and brea
 golden: $(VENV)/.ready ## rewrite tests/golden: help texts, contract, metrics, exit codes, public imports
 	PYTHONPATH=tests $(BIN)/python -m golden
 
-# ONLY=cycles shows the rules of which the name matches, with the files behind them.
+# ONLY=cycles shows the rules whose name matches, with the files behind them.
 house: $(VENV)/.ready ## figures of the code's shape beside their limits and targets
 	PYTHONPATH=tests $(BIN)/python -m house $(if $(ONLY),--only "$(ONLY)")
 
@@ -106,20 +106,20 @@ simulate-timers: $(VENV)/.ready ## simulated watchdogs, agents and workers that 
 	PYTHONPATH=tests $(BIN)/python -m simulation --of timers $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),1000) --first $(or $(FIRST),0))
 
 .PHONY: planted
-planted: $(VENV)/.ready ## plant bugs in the product, and say which seed of the simulations shows each; OF=timers: those of one kind
+planted: $(VENV)/.ready ## plant bugs in the product; print which seed of the simulations shows each; OF=timers: those of one kind
 	for kind in $(or $(OF),clusters herds joiners timers replicas); do PYTHONPATH=tests $(BIN)/python -m simulation --of $$kind --planted; done
 
-# SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows what comes (docs/limits.md).
+# SEED=7 sends others; SEED=7 ONLY=1234 sends that one alone, and shows the replies (docs/limits.md).
 .PHONY: hostile
 hostile: $(VENV)/.ready ## 100,000 malformed or hostile requests to a service: OF=timer, OF=agent, or rendezvous; COUNT=10000 sends fewer
 	PYTHONPATH=tests $(BIN)/python -m hostile $(if $(OF),--of $(OF)) $(if $(SEED),--seed $(SEED)) $(if $(COUNT),--count $(COUNT)) $(if $(ONLY),--only $(ONLY))
 
-# ONLY=storm runs those of which the name matches (docs/survival.md).
+# ONLY=storm runs the tests whose name matches (docs/survival.md).
 .PHONY: torture
 torture: $(VENV)/.ready ## real servers killed, stalled, drained and cut off, at full length; prints figures
 	RALLYPOINT_TORTURE=full $(BIN)/pytest -s tests/torture $(if $(ONLY),-k "$(ONLY)")
 
-# ONLY=killed runs those of which the name matches; MINUTES=10 instead of 30 of random trouble, SEED=7
+# ONLY=killed runs the tests whose name matches; MINUTES=10 instead of 30 of random trouble, SEED=7
 # plays that again (docs/survival.md).
 .PHONY: test-ha
 test-ha: $(VENV)/.ready ## 3 replicas on 3 etcd members, killed, paused, parted and restarted, at full length; prints figures
@@ -132,13 +132,13 @@ test-upgrade: $(VENV)/.ready ## 3 replicas of the latest release, or of FROM=REV
 	.ci/install-etcd
 	old=$$(.ci/build-revision $(FROM)) && RALLYPOINT_UPGRADE_FROM=$$old $(BIN)/pytest -s tests/compat/upgrade.py
 
-# SUITE=sid takes the etcd of that suite of this machine's distribution, and installs nothing.
+# SUITE=sid uses the etcd of that suite of this machine's distribution, and installs nothing.
 .PHONY: test-etcd
-test-etcd: $(VENV)/.ready ## what is built on etcd, on another version of it: SUITE=trixie
+test-etcd: $(VENV)/.ready ## the etcd tests, on another version of etcd: SUITE=trixie
 	.ci/other-etcd $(or $(SUITE),trixie) build/etcd/$(or $(SUITE),trixie)
 	RALLYPOINT_TEST_ETCD=$(CURDIR)/build/etcd/$(or $(SUITE),trixie)/usr/bin/etcd $(BIN)/pytest tests/etcd tests/rendezvous/journal
 
-# TORCH_VERSION=2.14.1 takes that one, in an environment of its own.
+# TORCH_VERSION=2.14.1 uses that version, in an environment of its own.
 USUAL_TORCH := 2.13.0
 TORCH_VERSION := $(USUAL_TORCH)
 TORCH := $(VENV)/torch$(if $(filter-out $(USUAL_TORCH),$(TORCH_VERSION)),-$(TORCH_VERSION))
@@ -148,8 +148,8 @@ $(TORCH)/.ready: pyproject.toml $(CONSTRAINTS)
 	  accelerate lightning transformers
 	touch $@
 
-# ONLY=lost runs those of which the name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
-test-torch: $(TORCH)/.ready ## what needs torch, in an environment of its own
+# ONLY=lost runs the tests whose name matches; with RALLYPOINT_TORTURE=full at full length (docs/survival.md).
+test-torch: $(TORCH)/.ready ## torch tests, in their own environment
 	$(TORCH)/bin/pytest -n $(or $(WORKERS),3) --dist loadfile -m torch $(if $(ONLY),-k "$(ONLY)")
 
 # ISSUE=111646 shows one of them (docs/why-not-torchrun.md).
@@ -193,7 +193,7 @@ test-clients: $(VENV)/.ready ## build the example clients in C++, Go and TypeScr
 	RALLYPOINT_TEST_CLIENTS="cpp go node shell" $(BIN)/pytest -n $(or $(WORKERS),2) tests/clients $(if $(ONLY),-k "$(ONLY)")
 
 .PHONY: first-hour
-first-hour: $(VENV)/.ready ## write docs/first-hour.md anew: type its commands into terminals of two hosts (root, tmux)
+first-hour: $(VENV)/.ready ## rewrite docs/first-hour.md: type its commands into terminals of two hosts (root, tmux)
 	PYTHONPATH=tests $(BIN)/python -m first_hour
 
 .PHONY: bench

@@ -1,9 +1,9 @@
-"""Asks the server in this container whether it serves (grpc.health.v1): exit code 0 if so, else 1 and one line why.
+"""Check the health of the server in this container (grpc.health.v1): exit code 0 if it serves, else 1 and the reason.
 
-RALLYPOINT_HEALTH_ENDPOINT is where to ask. The connection is secured as that of any client of the container: by its run
-secret (RALLYPOINT_RUN_SECRET, RALLYPOINT_RUN_SECRET_FILE), or not at all (RALLYPOINT_INSECURE). For a server with
-certificates, RALLYPOINT_HEALTH_TLS_CA has those that must have signed the server's, which must hold the endpoint's host
-name; a server that asks its clients for certificates (RALLYPOINT_TLS_CLIENT_CA) is shown its own.
+The server's address is RALLYPOINT_HEALTH_ENDPOINT. The connection is secured as any client's in the container: by the
+run secret (RALLYPOINT_RUN_SECRET, RALLYPOINT_RUN_SECRET_FILE), or not at all (RALLYPOINT_INSECURE). For a server with
+certificates, RALLYPOINT_HEALTH_TLS_CA holds the CA certificates to trust; the server's certificate must name the
+endpoint's host. If the server requires client certificates (RALLYPOINT_TLS_CLIENT_CA), this program sends the server's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import grpc
 from rallypoint.rpc.channel import open_channel
 from rallypoint.rpc.endpoint import ClientSecurity, ClientTLS, SettingError, client_security, run_secret
 
-# Below the 5 s of the Dockerfile's HEALTHCHECK, so that it is this program that says what is wrong.
+# Below the 5 s of the Dockerfile's HEALTHCHECK, so that this program reports the error before it is killed.
 TIMEOUT = 4.0
 # HealthCheckResponse{status: SERVING} on the wire. The request for the server as a whole is the empty message.
 SERVING = b"\x08\x01"
 
 
 def security() -> ClientSecurity:
-    """How the connection is secured."""
+    """Return the security settings of the connection."""
     files = {
         name: Path(path) if (path := os.environ.get(f"RALLYPOINT_{name}")) else None
         for name in ("HEALTH_TLS_CA", "TLS_CLIENT_CA", "TLS_CERT", "TLS_KEY")
@@ -38,7 +38,7 @@ def security() -> ClientSecurity:
 
 
 async def check(endpoint: str) -> None:
-    """Returns if the server serves; exits with a sentence if not."""
+    """Return if the server serves; else exit with an error message."""
     channel = open_channel(endpoint, security())
     method = channel.unary_unary(
         "/grpc.health.v1.Health/Check", request_serializer=bytes, response_deserializer=bytes

@@ -1,8 +1,8 @@
-"""Builds the images and puts them to work: the commands of docs/containers.md, a host that dies, a stop, a restart.
+"""Build and test the images: the commands of docs/containers.md, the loss of a host, a stop, a restart.
 
-Needs a Docker daemon that answers (docker/with-daemon finds or starts one) and Docker Compose, either version.
-Everything that it makes is named for this process and removed at the end; what stays is what the builder caches
-and the base image. Exit code 0 if all held, else 1 and what did not.
+Needs a running Docker daemon (docker/with-daemon finds or starts one) and Docker Compose, either version.
+The names of all created objects contain this process's id; they are removed at the end, except the cache of
+the builder and the base image. Exit code 0 if all checks passed, else 1 and the failed check.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _OURS = {
     "COMPOSE_PROJECT_NAME": f"rallypoint-{TAG}",
     "RALLYPOINT_RUN_SECRET": secrets.token_hex(32),
 }
-# What the commands of docs/containers.md make, in the order in which it can be removed.
+# The objects that the commands of docs/containers.md create, in the order in which they can be removed.
 _BY_THE_PAGE = {
     "container": {f"rendezvous-{TAG}", f"timer-{TAG}"},
     "volume": {f"journal-{TAG}", f"tls-{TAG}"},
     "network": {f"job-{TAG}"},
 }
 LEAST_ACCURACY = 0.92
-# Exit codes of a container that took SIGTERM, and of one whose grace was over.
+# Exit codes of a container that ended on SIGTERM, and of one that was killed after its grace period.
 STOPPED, KILLED = 0, 137
 
 
 class Failed(Exception):
-    """Something did not hold. Its text is one line."""
+    """A check failed. The message is one line."""
 
 
 def run(
     *command: str, timeout: float = 60, merged: bool = False, variables: Mapping[str, str] | None = None
 ) -> str:
-    """What a command prints to its standard output, or, merged, to both; Failed when it fails or is too slow."""
+    """Return the standard output of a command (merged: and its stderr); raise Failed if it fails or is too slow."""
     environment = {**os.environ, **_OURS, **(variables or {})}
     pipe, errors = subprocess.PIPE, subprocess.STDOUT if merged else subprocess.PIPE
     try:
@@ -72,17 +72,17 @@ def run(
 
 
 def docker(*arguments: str, timeout: float = 60) -> str:
-    """What a docker command prints."""
+    """Return the output of a docker command."""
     return run("docker", *arguments, timeout=timeout)
 
 
 def log_of(container: str, *options: str) -> str:
-    """All that a container has printed: results on its standard output, events on the other."""
+    """Return all output of a container: results are on its stdout, events on its stderr."""
     return run("docker", "logs", *options, container, merged=True)
 
 
 def expect(holds: bool, what: str) -> None:
-    """Failed unless it holds."""
+    """Raise Failed unless the condition holds."""
     if not holds:
         raise Failed(what)
 
@@ -91,7 +91,7 @@ def expect(holds: bool, what: str) -> None:
 
 
 def compose_command() -> list[str]:
-    """`docker compose` where that plug-in is installed, else `docker-compose`."""
+    """Return `docker compose` where that plug-in is installed, else `docker-compose`."""
     plugin = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False)  # noqa: S607
     if plugin.returncode == 0:
         return ["docker", "compose"]
@@ -101,25 +101,25 @@ def compose_command() -> list[str]:
 
 
 def compose(*arguments: str, timeout: float = 60, **variables: str) -> str:
-    """What a compose command prints, of this process's own project."""
+    """Return the output of a compose command on this process's own project."""
     project = ("--file", "docker/compose.yaml")
     return run(*compose_command(), *project, *arguments, timeout=timeout, variables=variables)
 
 
 def containers(service: str) -> list[str]:
-    """Ids of a service's containers."""
+    """Return the ids of a service's containers."""
     return compose("ps", "--quiet", service).split()
 
 
 def state(container: str) -> dict[str, Any]:
-    """What Docker knows about a container."""
+    """Return the output of `docker inspect` for a container."""
     described: dict[str, Any] = json.loads(docker("inspect", container))[0]
     return described
 
 
 @contextmanager
 def lines_of(*command: str, timeout: float) -> Iterator[Iterator[str]]:
-    """What a command prints to either output, line by line, until the context ends or `timeout` seconds are over."""
+    """Yield the lines of a command's stdout and stderr until the context ends or `timeout` seconds are over."""
     bounded = ["timeout", str(timeout), *command]
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
     environment = {**os.environ, **_OURS}
@@ -134,13 +134,13 @@ def lines_of(*command: str, timeout: float) -> Iterator[Iterator[str]]:
 
 
 def await_line(container: str, holds: Callable[[str], bool], what: str, timeout: float) -> None:
-    """Returns once a line of a container's log says so; Failed when its log ends before, or in time."""
+    """Wait for a matching line in a container's log; raise Failed if the log ends or the time is over first."""
     with lines_of("docker", "logs", "--follow", container, timeout=timeout) as lines:
         expect(any(holds(line) for line in lines), f"no {what} within {timeout:g} s")
 
 
 def await_healthy(container: str, since: float, timeout: float) -> None:
-    """Returns once a container says that it is healthy, as of `since` (time.time()); else Failed."""
+    """Wait until Docker reports a container healthy, at or after `since` (time.time()); else raise Failed."""
     filters = ("--filter", f"container={container}", "--filter", "event=health_status")
     command = ("docker", "events", "--since", f"{since:.3f}", *filters, "--format", "{{.Status}}")
     with lines_of(*command, timeout=timeout) as lines:
@@ -152,13 +152,13 @@ def await_healthy(container: str, since: float, timeout: float) -> None:
 
 
 def page(containing: str) -> str:
-    """The block of commands that contains a text, as it can run here; what it makes is named for this process."""
+    """Return the block of commands that contains a text, with images and names replaced by this process's."""
     text = (ROOT / "docs" / "containers.md").read_text()
     blocks: list[str] = re.findall(r"(?:^    .*\n)+", text, re.MULTILINE)
     (block,) = (each for each in blocks if containing in each)
     for pattern, replacement in (
-        (r"^ *docker pull .*\n", ""),  # the base image is there
-        (r"^ *docker/make-context +# once\n", ""),  # and so are the wheels
+        (r"^ *docker pull .*\n", ""),  # the base image exists
+        (r"^ *docker/make-context +# once\n", ""),  # and so do the wheels
         (r"\bIMAGE\b", BASE),
         (rf"\brallypoint-(?:{'|'.join(ROLES)})\b", rf"\g<0>:{TAG}"),
         (r"--name (\w+)", rf"--name \1-{TAG} --network-alias \1"),
@@ -172,15 +172,15 @@ def page(containing: str) -> str:
 
 
 def shell(commands: str, timeout: float) -> str:
-    """What a block of commands prints to its standard output; Failed when one fails, or all take too long."""
+    """Return the standard output of a block of commands; raise Failed if one fails, or all take too long."""
     return run("bash", "-euc", commands, timeout=timeout)
 
 
-# --- What must hold -------------------------------------------------------------------------------------
+# --- The checks -----------------------------------------------------------------------------------------
 
 
 def build() -> None:
-    """The three images, from wheels that are downloaded first."""
+    """Build the three images, from wheels that are downloaded first."""
     began = time.monotonic()
     shell(page("docker build "), timeout=900)
     say(f"images {time.monotonic() - began:.0f} s")
@@ -189,13 +189,13 @@ def build() -> None:
 
 
 def start_job(run_id: str, options: str = "") -> list[str]:
-    """Starts the digits job, and what it needs unless it runs; returns its agents' containers."""
+    """Start the digits job, and the services unless they run; return its agents' containers."""
     compose("up", "--detach", timeout=120, RUN_ID=run_id, TRAIN_OPTIONS=options)
     return containers("agent")
 
 
 def await_success(run_id: str, agents: list[str], timeout: float) -> None:
-    """Returns once all agents ended well, the model is good, and the run is known to have succeeded."""
+    """Wait until all agents ended with code 0; check the accuracy and that the run succeeded."""
     codes = docker("wait", *agents, timeout=timeout).split()
     log = "".join(log_of(agent) for agent in agents)
     expect(set(codes) == {"0"}, f"{run_id}: the agents' exit codes are {codes}\n{log}")
@@ -204,28 +204,28 @@ def await_success(run_id: str, agents: list[str], timeout: float) -> None:
 
 
 def expect_good(accuracies: list[str], log: str) -> None:
-    """One worker printed an accuracy, and the model is good."""
+    """Check that one worker printed an accuracy, and that it is sufficient."""
     expect(len(accuracies) == 1, f"{len(accuracies)} final lines of accuracy\n{log}")
     expect(float(accuracies[0]) >= LEAST_ACCURACY, f"accuracy {accuracies[0]} < {LEAST_ACCURACY}")
     say(f"held-out accuracy {accuracies[0]}")
 
 
 def expect_succeeded(run_id: str) -> None:
-    """The rendezvous service knows that the run succeeded."""
+    """Check that the rendezvous service reports the run as succeeded."""
     status = compose("exec", "-T", "rendezvous", "rallypoint", "status", run_id)
     say(status.splitlines()[0])
     expect(": CLOSED SUCCEEDED" in status, f"status of {run_id}: {status}")
 
 
 def page_runs() -> None:
-    """The services and a job, each in a container that `docker run` starts."""
+    """The services and a job succeed, each in a container that `docker run` starts."""
     results = shell(page("docker network create"), timeout=180)
     expect_good(re.findall(r"^held-out accuracy ([0-9.]+)$", results, re.MULTILINE), results)
     expect(": CLOSED SUCCEEDED" in results, f"status of my-run: {results}")
 
 
 def page_runs_with_certificates() -> None:
-    """The same journal, served with certificates: the container is healthy, and knows the run."""
+    """The same journal, served with certificates: the container is healthy, and reports the run."""
     docker("rm", "--force", "--volumes", f"rendezvous-{TAG}")
     image, certificates = f"rallypoint-agent:{TAG}", f"tls-{TAG}:/tls"
     made = "rallypoint tls init /tls/made rendezvous && cd /tls/made && chown 10001 server.key"
@@ -257,7 +257,7 @@ def page_runs_with_compose() -> None:
 
 
 def lost_host_comes_back() -> None:
-    """The agent with rank 0 is killed half-way; Docker starts it again, and the job goes on from its checkpoint."""
+    """The agent with rank 0 is killed half-way; Docker restarts it, and the job resumes from its checkpoint."""
     agents = start_job("killed", "--epoch-seconds 0.5")
     leader = next(agent for agent in agents if has_rank_0(agent))
     await_line(leader, lambda line: "epoch 8/" in line, "8th epoch", timeout=120)
@@ -274,7 +274,7 @@ def lost_host_comes_back() -> None:
 
 
 def has_rank_0(agent: str) -> bool:
-    """Whether this agent got the first ranks, once it knows."""
+    """Wait for an agent's ranks; return True if they begin at 0."""
     found = []
 
     def tells(line: str) -> bool:
@@ -286,7 +286,7 @@ def has_rank_0(agent: str) -> bool:
 
 
 def kill(container: str) -> None:
-    """SIGKILL, as the kernel sends it: `docker kill` would count as a wish that the container stay down."""
+    """Send SIGKILL from a process, not with `docker kill`: after that, Docker would not restart the container."""
     pid = state(container)["State"]["Pid"]
     program = f"import os; os.kill({pid}, 9)"
     one_shot = (
@@ -306,11 +306,11 @@ def kill(container: str) -> None:
 
 
 def first_time_of(text: str, agents: list[str]) -> float:
-    """When a line with this text was first printed, as time.time(); Failed when it never was."""
+    """Return the time (as time.time()) of the first line with this text; raise Failed if there is none."""
     logs = [log_of(agent, "--timestamps").splitlines() for agent in agents]
     stamps = [line.split()[0] for log in logs for line in log if text in line]
     expect(bool(stamps), f"nobody printed {text!r}")
-    # Nanoseconds are more than fromisoformat takes.
+    # fromisoformat does not accept nanoseconds.
     return datetime.fromisoformat(f"{min(stamps)[:26]}+00:00").timestamp()
 
 
@@ -329,7 +329,7 @@ def services_stop_in_good_order() -> None:
 
 
 def journal_outlives_its_container() -> None:
-    """A rendezvous service made anew on the same volume knows the runs of the one before it."""
+    """A new rendezvous container on the same volume reports the runs of the one before it."""
     compose("down")
     since = time.time()
     compose("up", "--detach", "rendezvous")
@@ -341,12 +341,12 @@ def journal_outlives_its_container() -> None:
 
 
 def say(line: str) -> None:
-    """Prints at once."""
+    """Print without buffering."""
     print(line, flush=True)  # noqa: T201
 
 
 def remove_everything() -> None:
-    """Containers, networks, volumes and images of this process; Failed if any stays."""
+    """Remove the containers, networks, volumes and images of this process; raise Failed if any is left."""
     compose("down", "--volumes", "--remove-orphans", "--timeout", "10", timeout=120)
     for kind, names in _BY_THE_PAGE.items():
         for name in names & known(kind):
@@ -364,18 +364,18 @@ def remove_everything() -> None:
 
 
 def known(kind: str) -> set[str]:
-    """Names of all containers, volumes or networks here."""
+    """Return the names of all containers, volumes or networks of the daemon."""
     listed = ("--all", "--format", "{{.Names}}") if kind == "container" else ("--format", "{{.Name}}")
     return set(docker(kind, "ls", *listed).split())
 
 
 def known_images() -> set[str]:
-    """Names of all images here."""
+    """Return the names of all images of the daemon."""
     return set(docker("image", "ls", "--format", "{{.Repository}}:{{.Tag}}").split())
 
 
 def have_base() -> None:
-    """Makes Debian's base image where it is not there; another one has to be there."""
+    """Build the Debian base image if it is missing; any other base image must exist already."""
     if BASE == "rallypoint-base:bookworm" and BASE not in known_images():
         began = time.monotonic()
         run("make", "docker-base", timeout=900)
@@ -383,7 +383,7 @@ def have_base() -> None:
 
 
 def main() -> None:
-    """Runs all checks, in order; cleans up whatever happens."""
+    """Run all checks, in order; always clean up."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     checks = (
         build,
@@ -395,6 +395,7 @@ def main() -> None:
         journal_outlives_its_container,
     )
     try:
+        compose_command()  # before minutes are spent on the base image
         have_base()
         try:
             for check in checks:

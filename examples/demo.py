@@ -5,9 +5,9 @@
     c  an agent is killed with SIGKILL and its workers die with it; later it is started again
     d  the rendezvous service is killed with SIGKILL and started again
 
-Each fault comes once all workers train again after the one before. At the end a timeline says who noticed each
-fault and how long it took; the same is in demo.json, and as a picture in demo.svg. Exit code 0: each recovery was as
-it should be.
+Each fault comes once all workers train again after the one before. At the end a timeline shows the process that
+noticed each fault and the time of each recovery; the same is in demo.json, and as a picture in demo.svg. Exit code 0:
+each recovery was as expected.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP_TIMEOUT = 2.0  # seconds that a step may take; it takes a millisecond
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker that runs: where, as which process, and since when (Unix seconds)."""
+    """A running worker: its node, its process id, and its start (Unix seconds)."""
 
     node: str
     pid: int
@@ -43,7 +43,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The job at a moment when all workers of its round train, and when an epoch proved it (Unix seconds)."""
+    """The job while all workers of its round train; `proved`: the end of the epoch that shows it (Unix seconds)."""
 
     run: pb.Run
     workers: Mapping[int, Worker]
@@ -61,12 +61,12 @@ class Demo:
         self._hang_file = hang_file
 
     async def training(self, workers: int, *, after_round: int, since: int) -> Training:
-        """Waits until a round later than that has that many workers, and all have trained for an epoch.
+        """Wait until a later round has that many workers, and all have trained for an epoch.
 
         Args:
-            workers: how many.
+            workers: their number.
             after_round: number of an earlier round.
-            since: how many lines of the workers' output not to look at.
+            since: number of lines of the workers' output to skip.
         """
         seen = await self._watch.until(
             f"a round with {workers} workers",
@@ -79,7 +79,7 @@ class Demo:
             match = EPOCH.match(text)
             return match is not None and int(match["round"]) == run.round
 
-        # An epoch takes them all: each of its steps ends in an average over all workers.
+        # An epoch needs all workers: each of its steps ends in an average over them.
         line = await self._cluster.output.first(
             f"an epoch of round {run.round}", lambda line: of_this_round(line.text), since=since
         )
@@ -204,7 +204,7 @@ class Demo:
         says: str,
         workers: int,
     ) -> tuple[Training, Recovery]:
-        """Waits for the end of the round that a fault hit, and for the next one; checks both."""
+        """Wait for the end of the round that a fault hit, and for the next one; check both."""
         hit = before.run.round
         since = len(self._cluster.output.items)
         ended = await self._watch.until(f"round {hit} to end", lambda run: run.last_round_end.round >= hit)
@@ -218,7 +218,7 @@ class Demo:
         expect(after.run.restart_count == before.run.restart_count + failures, "restarts were miscounted")
         old, new = ({worker.pid for worker in each.workers.values()} for each in (before, after))
         expect(not old & new and len(new) == workers, "workers of the old round run in the new one")
-        # A newcomer is no fault: until it has joined, the others train.
+        # A new node is no fault: until it has joined, the others train.
         down_since = ended.time if cause == pb.ROUND_END_CAUSE_NODE_JOINED else injected
         return after, Recovery(
             fault=fault,
@@ -258,7 +258,7 @@ def _workers(job: agent_pb.Job) -> list[tuple[int, Worker]]:
 
 
 async def demo(var: Path) -> None:
-    """The whole demonstration, on a cluster that is there for it alone."""
+    """Run the whole demonstration, on a cluster of its own."""
     folder = var / "demo"
     hang_file = folder / "hang"
     for old in (hang_file, var / "demo.json"):
@@ -270,8 +270,8 @@ async def demo(var: Path) -> None:
         *["--step-timeout", str(STEP_TIMEOUT), "--hang-file", str(hang_file.absolute())],
         nodes="1:2",
         max_restarts=5,
-        # How long the survivors of a lost node wait for another one. 30 s, the default, suits a real cluster.
-        # Workers fail one fault after the other here, and not of the same thing.
+        # Seconds that the survivors of a lost node wait for another one; 30, the default, suits a real cluster.
+        # No back-off: the failures of workers here have different causes.
         conf={"last_call_timeout": "1", "restart_backoff": "0"},
     )
     async with LocalCluster(folder) as cluster:

@@ -8,7 +8,7 @@
             await cluster.start_agent(name, job)
         run = await cluster.watch("my-run").until("both nodes run", lambda run: run.world_size == 4)
 
-Whatever happens inside the block, after it no process of the cluster is left.
+When the block ends, also by an exception, no process of the cluster is left.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-import rallypoint.serving  # noqa: F401 (before gRPC is imported, it settles what gRPC may do in this process)
+import rallypoint.serving  # noqa: F401 (before gRPC is imported: it sets gRPC's options for this process)
 
 # isort: split
 import grpc
@@ -44,10 +44,10 @@ RENDEZVOUS, TIMER = "rendezvous", "timer"
 
 _SHUTDOWN = 5.0  # seconds that workers get between SIGTERM and SIGKILL
 _GRACE = 15.0  # seconds that a program gets: an agent has to stop its workers first
-# Settings of other programs, and of a cluster around this one, are none of this one's.
+# Settings of other programs, and of a cluster around this one, are removed from the environment.
 _FOREIGN = ("RALLYPOINT_", "PET_", "GRPC_", "TORCHELASTIC_")
-# How a stream ends when its server is killed or drains; and the seconds between two attempts at a new one, which
-# matter only while a draining server still answers.
+# Status codes of a stream whose server is killed or drains; and the seconds between two attempts at a new stream,
+# which matter only while a draining server still replies.
 _RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _BACKOFF = 0.1
 
@@ -63,7 +63,7 @@ class Job:
         workers: per agent.
         max_restarts: over the whole run.
         conf: as `--rdzv-conf` takes it.
-        log_dir: where the agents make the folder of their workers' output; None: a new temporary one.
+        log_dir: in it the agents create the folder of their workers' output; None: a new temporary one.
     """
 
     run_id: str
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A run as the rendezvous service reported it, and when (Unix seconds)."""
+    """A run as the rendezvous service reported it, and the time of the report (Unix seconds)."""
 
     time: float
     run: pb.Run
@@ -87,13 +87,13 @@ class LocalCluster:
     """Starts, kills and starts again the processes of a cluster, and ends them all when its context ends.
 
     Attributes:
-        folder: where the journal and all logs are.
-        programs: all that were started, by name; of one that was started again, the latest.
+        folder: holds the journal and all logs.
+        programs: all started programs by name; the latest process of each name.
         output: the output of the workers of all agents.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Set up in a folder, which is made; the logs of an earlier cluster there are removed, its journal kept."""
+        """Set up in a folder, which is created; the logs of an earlier cluster there are removed, its journal kept."""
         self.folder = folder
         self.programs: dict[str, Program] = {}
         self.output: Feed[Line] = Feed()
@@ -132,24 +132,24 @@ class LocalCluster:
 
     @property
     def rendezvous_endpoint(self) -> str:
-        """Where the rendezvous service is, or will be again."""
+        """The address of the rendezvous service, the same after a restart."""
         return self._endpoint(RENDEZVOUS)
 
     @property
     def timer_endpoint(self) -> str:
-        """Where the timer service is, or will be again."""
+        """The address of the timer service, the same after a restart."""
         return self._endpoint(TIMER)
 
     async def start_rendezvous(self) -> Program:
-        """Starts the rendezvous service; returns when it is ready. Again: at the same port, with the same journal."""
+        """Start the rendezvous service; return when it is ready. A restart uses the same port and journal."""
         return await self._start_service(RENDEZVOUS, "--journal", f"sqlite:{self.folder / 'rendezvous.db'}")
 
     async def start_timer(self) -> Program:
-        """Starts the timer service; returns when it is ready. Again: at the same port."""
+        """Start the timer service; return when it is ready. A restart uses the same port."""
         return await self._start_service(TIMER, "--learned", str(self.folder / "timer-learned.json"))
 
     async def start_agent(self, name: str, job: Job) -> Program:
-        """Starts an agent as the node of that name; returns when it has joined the run."""
+        """Start an agent as the node of that name; return when it has joined the run."""
         timer = ["--timer-endpoint", self.timer_endpoint] if TIMER in self._ports else []
         agent = self._start(
             name,
@@ -173,10 +173,10 @@ class LocalCluster:
         return agent
 
     async def stop(self) -> None:
-        """Ends everything: agents in good order, then services. Interrupted, it kills. Called twice, it is done.
+        """End all processes: agents gracefully, then services; if cancelled, with SIGKILL. A second call does nothing.
 
         Raises:
-            ClusterError: something lives on.
+            ClusterError: a process is still alive.
         """
         try:
             for watch in self._watches:
@@ -237,16 +237,16 @@ class LocalCluster:
     def _endpoint(self, role: str) -> str:
         return f"127.0.0.1:{self._ports[role].getsockname()[1]}"
 
-    # --- Questions --------------------------------------------------------------------------------------
+    # --- Requests ---------------------------------------------------------------------------------------
 
     async def get_run(self, run_id: str) -> pb.Run:
-        """The run as the rendezvous service knows it now."""
+        """Return the current run from the rendezvous service."""
         stub = pb_grpc.RendezvousServiceStub(self._channel(self.rendezvous_endpoint))
         request = pb.GetRunRequest(run_id=run_id)
         return (await _answer(stub.GetRun(request, timeout=PATIENCE, wait_for_ready=True))).run
 
     async def get_job(self, name: str) -> agent_pb.Job:
-        """The job as an agent knows it, with the process ids of its workers."""
+        """Return the current job from an agent, with the process ids of its workers."""
         ready = await self.programs[name].log.first(
             f"{name} to be ready", lambda line: line.event == "supervisor ready"
         )
@@ -255,7 +255,7 @@ class LocalCluster:
         return (await _answer(stub.GetJob(request, timeout=PATIENCE, wait_for_ready=True))).job
 
     def watch(self, run_id: str) -> RunWatch:
-        """Watches a run that exists, which it does once an agent has joined it."""
+        """Watch an existing run: it exists once an agent has joined it."""
         watch = RunWatch(self._channel(self.rendezvous_endpoint), run_id)
         self._watches.append(watch)
         return watch
@@ -270,11 +270,11 @@ class RunWatch:
     """A run's states as the rendezvous service publishes them, through any number of restarts of that service.
 
     Attributes:
-        states: all that were seen. A state that lasted for less than a message takes may be missing.
+        states: all received states. A state that lasted for less than a message takes may be missing.
     """
 
     def __init__(self, channel: grpc.aio.Channel, run_id: str) -> None:
-        """Begins to watch."""
+        """Begin to watch."""
         self.states: Feed[Seen] = Feed()
         self._stub = pb_grpc.RendezvousServiceStub(channel)
         self._run_id = run_id
@@ -283,21 +283,21 @@ class RunWatch:
     async def until(
         self, what: str, condition: Callable[[pb.Run], bool], timeout: float | None = PATIENCE
     ) -> Seen:
-        """Waits for a state of the run; the latest one counts, those before it don't.
+        """Wait for a state of the run: the latest one or a later one.
 
         Args:
-            what: the expected state, for the error.
+            `what`: the expected state, for the error.
             condition: returns True for that state.
             timeout: seconds to wait.
 
         Raises:
-            ClusterError: it did not come.
+            ClusterError: no such state came.
         """
         latest = max(0, len(self.states.items) - 1)
         return await self.states.first(what, lambda seen: condition(seen.run), since=latest, timeout=timeout)
 
     async def close(self) -> None:
-        """Watches no more."""
+        """End the watch."""
         self._following.cancel()
         await asyncio.wait({self._following})
 
@@ -328,7 +328,7 @@ async def _answer(call: Awaitable[T]) -> T:
 
 
 def reserve_port() -> socket.socket:
-    """A free port, which the kernel assigns to no other socket or outgoing connection while this is open.
+    """Reserve a free port, which the kernel assigns to no other socket or outgoing connection while this is open.
 
     A server can still listen there: this socket does not listen, and both have SO_REUSEADDR.
     """

@@ -1,6 +1,6 @@
-"""Programs that run beside this one: their output as it comes, their end as it happens, no trace of them after.
+"""Child programs: start them, follow their output, wait for their end, and leave no process of them.
 
-Nothing here polls a clock or a file: pipes and pidfds report every event.
+This module polls no clock and no file: pipes and pidfds report every event.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ PATIENCE = 60.0
 """Seconds to wait for an event that takes one or two on an idle machine. It only bounds a failing wait; costs
 nothing otherwise."""
 
-_TO_DIE = 10.0  # seconds from a SIGKILL to the death of everything below; the kernel takes milliseconds
+_TO_DIE = 10.0  # seconds from a SIGKILL to the death of all descendants; the kernel takes milliseconds
 _CHUNK = 1 << 16
-# The kernel kills the program should this process die without having stopped it.
+# The kernel kills the program if this process dies without having stopped it.
 _WITH_US = ("setpriv", "--pdeathsig", "KILL", "--")
 
 
 class ClusterError(Exception):
-    """An expected event did not happen; one sentence, and the known cause."""
+    """An expected event did not happen; the message is one sentence, with the cause if it is known."""
 
 
 class Feed(Generic[T]):
-    """Things in the order in which they came, and a way to wait for the one that matters."""
+    """Items in the order of arrival, and a way to wait for a certain one."""
 
     def __init__(self) -> None:
-        """Empty."""
+        """Begin empty."""
         self.items: list[T] = []
         self._end: str | None = None
         self._news = asyncio.Event()
 
     def put(self, item: T) -> None:
-        """Adds one."""
+        """Add an item."""
         self.items.append(item)
         self._wake()
 
@@ -57,16 +57,16 @@ class Feed(Generic[T]):
     async def first(
         self, what: str, wanted: Callable[[T], bool], *, since: int = 0, timeout: float | None = PATIENCE
     ) -> T:
-        """The first that is wanted, there already or yet to come.
+        """Return the first wanted item; wait for it if it has not come yet.
 
         Args:
-            what: the expected item, for the error.
+            `what`: the expected item, for the error.
             wanted: returns True for that item.
-            since: how many of the items not to look at.
+            since: number of items to skip.
             timeout: seconds to wait.
 
         Raises:
-            ClusterError: it did not come.
+            ClusterError: no such item came.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -92,7 +92,7 @@ class Feed(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a program, when it was read (Unix seconds), and its fields if it is a log record."""
+    """A line of a program, the time when it was read (Unix seconds), and its fields if it is a log record."""
 
     program: str
     time: float
@@ -102,7 +102,7 @@ class Line:
 
     @classmethod
     def parse(cls, program: str, text: str) -> Line:
-        """Return the fields of a log record, which is a JSON object; None for any other line."""
+        """Return the line, with event and fields if it is a log record, which is a JSON object."""
         with contextlib.suppress(ValueError):
             record = json.loads(text)
             if isinstance(record, dict):
@@ -114,7 +114,7 @@ class Deaths:
     """Waits for the deaths of processes, which need not be children. A reused process id causes no error."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """Watches from now on; who is dead already counts as dead."""
+        """Begin to watch; a process that no longer exists is left out."""
         self.pids: list[int] = []
         self._pidfds: list[int] = []
         self._waits: list[asyncio.Future[float]] = []
@@ -126,10 +126,10 @@ class Deaths:
                 self._waits.append(_death(pidfd))
 
     async def all(self, timeout: float) -> float:
-        """Waits until all are dead; returns when the last one was (Unix seconds).
+        """Wait until all are dead; return the time of the last death (Unix seconds).
 
         Raises:
-            ClusterError: some lived on; they are killed now.
+            ClusterError: some were still alive; they are killed now.
         """
         if self._waits:
             await asyncio.wait(self._waits, timeout=timeout)
@@ -144,7 +144,7 @@ class Deaths:
 
 
 def _death(pidfd: int) -> asyncio.Future[float]:
-    """When the process died. Takes the descriptor, and closes it then."""
+    """Return a future for the time of the death. Owns the descriptor, and closes it then."""
     loop = asyncio.get_running_loop()
     died: asyncio.Future[float] = loop.create_future()
 
@@ -160,7 +160,7 @@ def _death(pidfd: int) -> asyncio.Future[float]:
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """A program's violent end: when it was killed, when the last of its processes was dead, and which they were."""
+    """The times when a program was killed and when its last process was dead, and the ids of all its processes."""
 
     at: float
     all_dead: float
@@ -168,12 +168,12 @@ class Killed:
 
 
 class Program:
-    """One program, from its start to its end. In a session of its own: Ctrl-C here is none there.
+    """One program, from its start to its end. It has a session of its own: Ctrl-C does not reach it.
 
     Attributes:
         log: the lines of stderr, where logs go. Also in `<folder>/<name>.log`.
         output: the lines of stdout. Also in `<folder>/<name>.out`.
-        told_to_end: True if this process requested its end.
+        `told_to_end`: True if this process requested its end.
     """
 
     def __init__(
@@ -184,14 +184,14 @@ class Program:
         environment: Mapping[str, str],
         output: Feed[Line] | None = None,
     ) -> None:
-        """Starts it. Only in the main thread of a process: when that thread ends, the program is killed.
+        """Start it. Only in the main thread of a process: when that thread ends, the program is killed.
 
         Args:
             name: its name, also in the names of its files.
             command: program and arguments.
-            folder: for its files, to which it adds.
+            folder: for its files, to which output is appended.
             environment: all of its environment.
-            output: where to put its stdout; without it, in a feed of its own.
+            output: the feed for its stdout; None: one of its own.
         """
         self.name = name
         self.command = tuple(command)
@@ -226,14 +226,14 @@ class Program:
         return "\n".join(text for text in texts if text)
 
     def signal(self, number: int) -> None:
-        """Sends a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         self._process.send_signal(number)
 
     async def ended(self, timeout: float | None = None) -> int:
-        """Waits for its end and for everything that it wrote; returns its exit code, minus N for signal N.
+        """Wait for its end and for all its output; return its exit code, minus N for signal N.
 
         Raises:
-            ClusterError: it goes on.
+            ClusterError: it still runs.
         """
         await asyncio.wait({self._ending}, timeout=timeout)
         if self.running:
@@ -241,10 +241,10 @@ class Program:
         return self._ending.result()
 
     async def stop(self, grace: float) -> int:
-        """Asks it to end, with SIGTERM, and kills it after `grace` seconds; returns its exit code.
+        """Send SIGTERM, and SIGKILL after `grace` seconds; return the exit code.
 
         Raises:
-            ClusterError: something that it had started lived on; it is killed, too.
+            ClusterError: a process that it had started was still alive; it is killed, too.
         """
         self.told_to_end = True
         family = await self._family()
@@ -257,12 +257,12 @@ class Program:
         return await self.ended()
 
     async def kill(self, patience: float = _TO_DIE) -> Killed:
-        """Kills it with SIGKILL; returns when everything that it had started is dead, too.
+        """Send SIGKILL; return when all processes that it had started are dead, too.
 
-        That nothing it had started stays is its own duty, and checked.
+        The program itself must ensure that they die; this is checked.
 
         Raises:
-            ClusterError: something of it was alive `patience` seconds later; it is killed, too.
+            ClusterError: one of them was alive `patience` seconds later; it is killed, too.
         """
         self.told_to_end = True
         family = await self._family()
@@ -273,8 +273,8 @@ class Program:
         return Killed(killed, all_dead, frozenset(family.pids))
 
     async def _family(self) -> Deaths:
-        """The deaths of it and all processes that it has started; empty once it has ended."""
-        if self._process.poll() is not None:  # its pid may be another's by now
+        """Return the deaths of it and of all processes that it has started; empty once it has ended."""
+        if self._process.poll() is not None:  # its pid may be reused by now
             return Deaths([])
         # In a thread: on a machine with ten thousand processes it takes a second to find a few.
         return Deaths(await asyncio.to_thread(_family_of, self.pid))
@@ -313,5 +313,5 @@ def _family_of(pid: int) -> list[int]:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words; minus N is signal N."""
+    """Return an exit code in words; minus N is signal N."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,7 +1,7 @@
 """`make run`: train_digits.py on a local cluster, from the first process to the last.
 
 A rendezvous service and a timer service, two agents with two workers each, all on this machine and on free
-ports. Shows where everything is, the training as it goes, and how it ended.
+ports. Prints their addresses, the progress of the training, and its result.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _RESULT = re.compile(r"held-out accuracy ([01]\.\d+)")
 
 
 def new_run_id() -> str:
-    """A name that no run had before."""
+    """Return a name that no run had before."""
     return f"digits-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def digits_job(folder: Path, run_id: str, *arguments: str, **settings: Any) -> Job:
-    """The job: train_digits.py from its beginning, with a checkpoint of its own.
+    """Return the job: train_digits.py from its beginning, with a checkpoint of its own.
 
     Args:
         folder: of the cluster; the run gets a folder in it.
@@ -58,11 +58,11 @@ class Progress:
     """Prints events with the seconds since the beginning."""
 
     def __init__(self) -> None:
-        """Begins now."""
+        """Begin now."""
         self.began = time.time()
 
     def say(self, text: str, at: float | None = None) -> None:
-        """Prints a line with the time, which is now unless another is given (Unix seconds)."""
+        """Print a line with its time (Unix seconds; default: now)."""
         seconds = (time.time() if at is None else at) - self.began
         print(f"{seconds:7.2f} s  {text}", flush=True)
 
@@ -120,7 +120,7 @@ async def start_cluster(cluster: LocalCluster, job: Job) -> RunWatch:
 
 
 async def finish(cluster: LocalCluster, watch: RunWatch) -> tuple[str, float]:
-    """Waits for the end of the run and of its agents; returns how it ended, and the accuracy.
+    """Wait for the end of the run and of its agents; return the reason of the end, and the accuracy.
 
     Raises:
         ClusterError: it did not end well.
@@ -140,7 +140,7 @@ async def finish(cluster: LocalCluster, watch: RunWatch) -> tuple[str, float]:
 
 
 async def run(folder: Path) -> None:
-    """Trains once, on a cluster that is there for it alone."""
+    """Train once, on a cluster of its own."""
     job = digits_job(
         folder, new_run_id(), "--epochs", "30", "--epoch-seconds", "0.3", nodes="2", max_restarts=3
     )
@@ -150,14 +150,14 @@ async def run(folder: Path) -> None:
 
 
 async def train(cluster: LocalCluster, job: Job) -> tuple[str, float]:
-    """The training, from the first process to the last; returns how it ended, and the accuracy."""
+    """Train, from the first process to the last; return the reason of the end, and the accuracy."""
     watch = await start_cluster(cluster, job)
     async with Progress().shown(watch, cluster.output):
         return await finish(cluster, watch)
 
 
 def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str) -> int:
-    """Runs an example's `main` with its folder; returns the exit code. Ctrl-C stops it in good order.
+    """Run an example's `main` with its folder; return the exit code. Ctrl-C stops it gracefully.
 
     Args:
         main: the program.
@@ -182,7 +182,7 @@ def end_well(main: Callable[[Path], Coroutine[Any, Any, None]], description: str
 
 
 async def _until_signalled(work: Coroutine[Any, Any, None], received: list[signal.Signals]) -> None:
-    """Does some work; a signal cancels it, and another one the cleaning up, which is then done by SIGKILL."""
+    """Do some work; a signal cancels it. A second signal cancels the graceful stop: then SIGKILL is sent."""
     task = asyncio.current_task()
     assert task is not None, "a coroutine that runs has a task"
 
@@ -197,7 +197,7 @@ async def _until_signalled(work: Coroutine[Any, Any, None], received: list[signa
 
 
 def _short(path: Path) -> str:
-    """The path as seen from here, where that is shorter."""
+    """Return the path relative to the working directory, if that is shorter."""
     return min(os.path.relpath(path), str(path), key=len)
 
 

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape
 _WIDTH = 118
 _HEADINGS = ("at", "noticed", "workers", "epoch", "down")
 _COLUMN = 9
-# Of the picture, in pixels. Colours by the part of a recovery; the first is also that of the training.
+# Sizes in the picture, in pixels. Colours by the part of a recovery; the first is also that of the training.
 _PICTURE, _LABELS, _ROW, _BAR = 820, 440, 30, 14
 _COLOURS = {
     "training": "#4c9f70",
@@ -30,16 +30,16 @@ class Recovery:
 
     Attributes:
         fault: the injected fault.
-        noticed_by: who noticed it.
+        noticed_by: the process that noticed it.
         detail: its message.
-        injected: when it was done.
-        noticed: when it was noticed.
-        down_since: since when training could not go on.
-        workers_back: when the last worker of the next round was started; None if all ran on.
-        trained: when the first epoch after it was done.
+        injected: time of the fault.
+        noticed: time when it was noticed.
+        down_since: time from which training was interrupted.
+        workers_back: time when the last worker of the next round was started; None if all ran on.
+        trained: time when the first epoch after it was done.
         rounds: numbers of the round before and after.
-        workers: how many there were before and after.
-        restarts: how many were used up after it.
+        workers: their number before and after.
+        restarts: number of restarts used after it.
     """
 
     fault: str
@@ -56,7 +56,7 @@ class Recovery:
 
     @property
     def down(self) -> float:
-        """Seconds from when training could not go on to the end of the next epoch."""
+        """Seconds from the interruption of training to the end of the next epoch."""
         return self.trained - self.down_since
 
     @property
@@ -70,7 +70,7 @@ class Recovery:
 
     @property
     def without_workers(self) -> float:
-        """The part of them until the last worker was started."""
+        """The part of `down` until the last worker was started."""
         return 0.0 if self.workers_back is None else self.workers_back - self.down_since
 
     def as_figures(self, began: float) -> dict[str, Any]:
@@ -103,7 +103,7 @@ class Timeline:
     recoveries: list[Recovery] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Writes it as JSON."""
+        """Write it as JSON."""
         content = {
             "run_id": self.run_id,
             "accuracy": self.accuracy,
@@ -145,7 +145,7 @@ class Timeline:
         )
 
     def __str__(self) -> str:
-        """The table for people, with a legend."""
+        """Return the table as text, with a legend."""
         down = [recovery.down for recovery in self.recoveries]
         without_workers = sum(recovery.without_workers for recovery in self.recoveries)
         return "\n".join(

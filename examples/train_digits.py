@@ -3,10 +3,10 @@
     python examples/train_digits.py                                                 # one worker, no agent
     rallypoint run --standalone --nproc-per-node 2 examples/train_digits.py         # two, supervised
 
-Every worker learns from its part of each batch; every few steps the workers average what they have
-learned through Rallypoint's store. Rank 0 writes a checkpoint after every epoch. Workers may be killed and
-hosts may come and go at any moment: whoever is there in the next round resumes from the checkpoint, and
-since a batch is shared out anew among however many workers there are, nothing has to be retuned.
+Every worker learns from its part of each batch; every few steps the workers average their weights
+through Rallypoint's store. Rank 0 writes a checkpoint after every epoch. Workers may be killed and
+hosts may come and go at any moment: the workers of the next round resume from the checkpoint, and
+since each batch is divided among all workers of the round, no setting depends on their number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEARNING_RATE, MOMENTUM = 0.1, 0.9
 PATIENCE = 60.0
 
 
-# --- The workers of this round, and how they talk -------------------------------------------------------
+# --- The workers of this round, and their exchange ------------------------------------------------------
 
 
 @dataclass
@@ -53,7 +53,7 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """The world that the agent describes in the environment, or a world of one if there is none."""
+        """Return the world from the agent's environment variables, or a world of one without them."""
         size = int(os.environ.get("WORLD_SIZE", "1"))
         return cls(
             rank=int(os.environ.get("RANK", "0")),
@@ -64,7 +64,7 @@ class World:
         )
 
     def broadcast(self, message: bytes) -> bytes:
-        """Rank 0's message, on every rank."""
+        """Return rank 0's message, on every rank."""
         if self.store is None:
             return message
         self.turn += 1
@@ -76,7 +76,7 @@ class World:
         return message
 
     def average(self, state: Array) -> Array:
-        """The mean of every worker's state: the same bits on every rank, so that no two drift apart."""
+        """Return the mean of all workers' states: the same bits on every rank, so that no two drift apart."""
         if self.store is None:
             return state
         self.turn += 1
@@ -97,7 +97,7 @@ class World:
 
 
 def decode(message: bytes, like: Array) -> Array:
-    """An array from its bytes, with the shape and type of another."""
+    """Return an array from its bytes, with the shape and type of another."""
     return np.frombuffer(message, like.dtype).reshape(like.shape).copy()
 
 
@@ -105,19 +105,19 @@ def decode(message: bytes, like: Array) -> Array:
 
 
 def pack(epoch: int, state: Array) -> bytes:
-    """A checkpoint: the epochs done, and the state after them."""
+    """Return a checkpoint: the epochs done, and the state after them."""
     file = io.BytesIO()
     np.savez(file, epoch=epoch, state=state)
     return file.getvalue()
 
 
 def unpack(checkpoint: bytes) -> tuple[int, Array]:
-    """The epochs done and the state; ValueError when these bytes are no checkpoint of this model."""
+    """Return the epochs done and the state; raise ValueError if it is no checkpoint of this model."""
     expected = fresh_state(seed=0)
     try:
         with np.load(io.BytesIO(checkpoint), allow_pickle=False) as content:
             epoch, state = int(content["epoch"]), content["state"]
-    except Exception:  # NumPy has another one for every kind of damage
+    except Exception:  # NumPy raises a different one for every kind of damage
         raise ValueError("it is damaged or something else altogether") from None
     if (state.shape, state.dtype) != (expected.shape, expected.dtype):
         raise ValueError(f"it holds {state.shape} numbers and not {expected.shape}")
@@ -125,7 +125,7 @@ def unpack(checkpoint: bytes) -> tuple[int, Array]:
 
 
 def save(path: Path, checkpoint: bytes, round_number: int) -> None:
-    """Puts the checkpoint in place whole or not at all, whenever this process or its host may die."""
+    """Replace the checkpoint atomically, even if this process or its host dies meanwhile."""
     # A round has one rank 0, so no other worker writes this file: not even a rank 0 of an earlier round that
     # takes its time to die.
     unfinished = path.with_name(f"{path.name}.{round_number}.tmp")
@@ -140,7 +140,7 @@ def save(path: Path, checkpoint: bytes, round_number: int) -> None:
 
 
 def load_or_start(path: Path, seed: int) -> bytes:
-    """The last checkpoint, or one of an untrained model."""
+    """Return the last checkpoint, or one of an untrained model."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         checkpoint = path.read_bytes()
@@ -156,17 +156,17 @@ def load_or_start(path: Path, seed: int) -> bytes:
 
 
 def batches(images: int, seed: int, epoch: int, rank: int, size: int) -> list[Integers]:
-    """This rank's part of every batch of an epoch, as indices.
+    """Return this rank's part of every batch of an epoch, as indices.
 
     The order is the epoch's own and the same on all ranks; the ranks' parts of a batch are disjoint and
-    together make up the batch, whatever the size of the world.
+    together make up the batch, in a world of any size.
     """
     order = np.random.default_rng([seed, epoch]).permutation(images)
     return [order[start : start + BATCH][rank::size] for start in range(0, images, BATCH)]
 
 
 def train(world: World, options: argparse.Namespace) -> float:
-    """Trains from the last checkpoint to the last epoch; returns the held-out accuracy."""
+    """Train from the last checkpoint to the last epoch; return the held-out accuracy."""
     images, labels, held_images, held_labels = load_digits()
     prefix, suffix = f"round {world.round} · restart {world.restarts}", f"world {world.size}"
 
@@ -201,13 +201,13 @@ def train(world: World, options: argparse.Namespace) -> float:
             held = f"held-out accuracy {accuracy(state[0], held_images, held_labels):.2f}"
             say(f"{prefix} · epoch {epoch}/{options.epochs} · loss {np.mean(losses):.2f} · {held} · {suffix}")
 
-    # No rank leaves before rank 0 has saved: if it dies now, the others are there to go on.
+    # No rank leaves before rank 0 has saved: if it dies now, the others can continue.
     world.broadcast(b"saved")
     return accuracy(state[0], held_images, held_labels)
 
 
 def hang_if_told(hang_file: Path, rank: int) -> None:
-    """A fault on purpose: hangs for good, once, when the file names this rank."""
+    """Inject a fault: hang forever, once, if the file names this rank."""
     try:
         told = str(rank) in hang_file.read_text().split()
     except FileNotFoundError:
@@ -227,7 +227,7 @@ def say(line: str) -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line; exits with code 2 and a sentence when it makes no sense."""
+    """Read the command line; exit with code 2 and an error message if it is invalid."""
     parser = argparse.ArgumentParser(
         description="Elastic data-parallel training on handwritten digits.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -1,9 +1,9 @@
 // Member joins a run of Rallypoint and runs one command as its worker, round after round, until the run is over;
 // `watch` prints a line for each round of a run. docs/protocol.md has the rules that this program follows.
 //
-// The main thread owns all state. Other threads wait for one thing each (the stream, the worker, a signal) and queue an
-// event. After each event, `Act` compares what runs with what the last update requires: updates are states, so the way that
-// led to the last one does not matter.
+// The main thread owns all state. Each other thread waits for one source (the stream, the worker, a signal) and queues its
+// events. After each event, `Act` compares the running worker with the last update: an update is a complete state, so
+// earlier updates do not matter.
 
 #include <arpa/inet.h>
 #include <getopt.h>
@@ -42,7 +42,7 @@ using std::chrono::seconds;
 
 constexpr seconds kStopTimeout{10};   // from SIGTERM to SIGKILL of a worker
 constexpr seconds kLeaveTimeout{10};  // for the service to confirm that the node left
-constexpr milliseconds kTick{100};    // all deadlines are checked that often: one timer instead of five
+constexpr milliseconds kTick{100};    // interval of the check of all deadlines: one timer instead of five
 
 struct Options {
   std::string rendezvous = "127.0.0.1:29400", run, node, nnodes = "1", address, ca, certificate, key;
@@ -87,7 +87,7 @@ class Queue {
   std::deque<std::function<void()>> events_;
 };
 
-// The end of a stream: the code for any client, the reason and metadata of Rallypoint, the least delay.
+// The end of a stream: the gRPC code, Rallypoint's reason and metadata, the minimum delay of the next attempt.
 struct Failure {
   explicit Failure(const grpc::Status& status) : code(status.error_code()), text(status.error_message()) {
     google::rpc::Status details;
@@ -133,7 +133,7 @@ class Route {
     for (std::string address; std::getline(list, address, ',');) addresses_.push_back(address);
   }
 
-  // A channel of its own for a stream: one that failed would wait before it connects again, by rules of gRPC.
+  // A channel of its own for a stream: a failed one would wait for gRPC's back-off before it connects again.
   std::unique_ptr<pb::RendezvousService::Stub> Open() const {
     grpc::ChannelArguments arguments;
     arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 10'000);
@@ -149,7 +149,7 @@ class Route {
     return pb::RendezvousService::NewStub(grpc::CreateCustomChannel(address, credentials, arguments));
   }
 
-  // Begins with short delays again, after a reply.
+  // Resets the delays to the shortest, after a reply.
   void Reached() {
     redirects_ = 0;
     bound_ = milliseconds(100);
@@ -171,7 +171,7 @@ class Route {
     return std::max(delay, failure.delay);
   }
 
-  // The first reply did not come in time: the next replica gets longer.
+  // The first reply did not come in time: the next replica gets more time.
   void Silent() { patience = std::min(2 * patience, milliseconds(16'000)); }
 
  private:
@@ -196,7 +196,7 @@ struct Stream {
 struct Worker {
   pid_t pid;
   pb::Assignment assignment;
-  std::optional<Clock::time_point> kill_at;  // set once it was asked to stop
+  std::optional<Clock::time_point> kill_at;  // set once SIGTERM was sent
 };
 
 class Member {
@@ -210,13 +210,13 @@ class Member {
     }
   }
 
-  // Called by the thread of signals.
+  // Called by the signal thread.
   void Signalled(int number) {
     queue_.Push([=] { Leave(128 + number, "got signal " + std::to_string(number)); });
   }
 
  private:
-  // Does the next thing that the last update requires; it is harmless to call it at any time.
+  // Takes the next step that the last update requires; it is harmless to call it at any time.
   void Act() {
     const pb::Assignment* a = update_.has_assignment() ? &update_.assignment() : nullptr;
     if (worker_) {
@@ -231,7 +231,7 @@ class Member {
         last_.emplace().mutable_leave()->set_reason("left in good order");
         Send(*last_);
       }
-      if (!lease_) over_ = true;  // there is no membership to give back
+      if (!lease_) over_ = true;  // there is no membership to leave
     } else if (update_.phase() == pb::PHASE_FROZEN && a && confirmed_ != a->round()) {
       Confirm(a->round());
     } else if (update_.phase() == pb::PHASE_FINAL && a && started_ != a->round() && confirmed_ == a->round()) {
@@ -262,7 +262,7 @@ class Member {
     }
   }
 
-  // Decides whether the membership goes on. The worker runs on unless the lease is lost.
+  // Ends or continues the membership. The worker runs on unless the lease is lost.
   void StreamEnded(const Failure& f) {
     stream_->context.TryCancel();
     stream_.reset();
@@ -347,7 +347,7 @@ class Member {
     Send(request);
   }
 
-  // Sends what the service may have missed, in the order of docs/protocol.md; it accepts each twice.
+  // Sends again all that the service may not have received, in the order of docs/protocol.md; it accepts duplicates.
   void Repeat() {
     Heartbeat();
     ReportFailure();
@@ -422,7 +422,7 @@ class Member {
       int status = 0;
       waitpid(pid, &status, 0);
       auto at = Clock::now();
-      // "No worker is alive" includes its children. A zombie that nothing reaps is as good as gone: hence the limit.
+      // "No worker is alive" includes its children. A zombie that no process reaps is harmless: hence the limit.
       while (kill(-pid, SIGKILL) == 0 && Clock::now() < at + seconds(5)) std::this_thread::sleep_for(milliseconds(10));
       queue_.Push([=] { WorkerEnded(WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status), at); });
     }).detach();
@@ -466,7 +466,7 @@ class Member {
     ReportFailure();
   }
 
-  // Announces the end to the others, who would otherwise learn of it when their connections break.
+  // Announces the end to the other nodes, which would otherwise detect it when their connections break.
   void Leave(int exit, const std::string& why) {
     if (leaving_) return;
     Log("leaving: " + why);
@@ -543,7 +543,7 @@ class Member {
   std::string former_;  // the incarnation of the last lease that was lost
   int port_ = -1;  // reserves the master port until the worker starts
 
-  // What a new stream must send again, because the service acknowledges nothing.
+  // To be sent again on a new stream, because the service acknowledges nothing.
   std::optional<pb::WorkerFailure> failed_;
   Clock::time_point failed_at_;
   int succeeded_ = 0;

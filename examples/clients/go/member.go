@@ -1,9 +1,9 @@
 // Member joins a run of Rallypoint and runs one command as its worker, round after round, until the run is over;
 // `watch` prints a line for each round of a run. docs/protocol.md has the rules that this program follows.
 //
-// One goroutine, in (*member).run, owns all state. Others wait for one thing each (the stream, the worker, a signal)
-// and send it as an event. After each event, `act` compares what runs with what the last update requires: updates are
-// states, so the way that led to the last one does not matter.
+// One goroutine, in (*member).run, owns all state. Each other one waits for one source (the stream, the worker, a signal)
+// and sends its events. After each event, `act` compares the running worker with the last update: an update is a complete
+// state, so earlier updates do not matter.
 package main
 
 import (
@@ -42,7 +42,7 @@ import (
 const (
 	stopTimeout  = 10 * time.Second       // from SIGTERM to SIGKILL of a worker
 	leaveTimeout = 10 * time.Second       // for the service to confirm that the node left
-	tick         = 100 * time.Millisecond // all deadlines are checked that often: one timer instead of five
+	tick         = 100 * time.Millisecond // interval of the check of all deadlines: one timer instead of five
 )
 
 // codec is for Debian's grpc 1.33 and its older protobuf, which crash on messages of today's protoc-gen-go. Leave it out
@@ -53,7 +53,7 @@ func (codec) Marshal(v any) ([]byte, error)      { return proto.Marshal(v.(proto
 func (codec) Unmarshal(data []byte, v any) error { return proto.Unmarshal(data, v.(proto.Message)) }
 func (codec) Name() string                       { return "proto" }
 
-// failure is the end of a stream: the code for any client, the reason and metadata of Rallypoint, the least delay.
+// failure is the end of a stream: the gRPC code, Rallypoint's reason and metadata, the minimum delay of the next attempt.
 type failure struct {
 	err      error
 	code     codes.Code
@@ -102,8 +102,8 @@ func newRoute(o *options) *route {
 		patience: 4 * time.Second}
 }
 
-// open opens a channel of its own for a stream: a channel that failed would wait before it connects again, by rules of
-// gRPC and not by ours. gRPC's retries are off for the reason in docs/protocol.md.
+// open opens a channel of its own for a stream: a failed one would wait for gRPC's back-off before it connects
+// again, instead of ours. gRPC's retries are off for the reason in docs/protocol.md.
 func (r *route) open() (*grpc.ClientConn, error) {
 	address := r.owner
 	if address == "" {
@@ -113,7 +113,7 @@ func (r *route) open() (*grpc.ClientConn, error) {
 	return grpc.Dial("passthrough:///"+address, r.credentials, grpc.WithKeepaliveParams(ping), grpc.WithDisableRetry())
 }
 
-// reached begins with short delays again, after a reply.
+// reached resets the delays to the shortest, after a reply.
 func (r *route) reached() {
 	r.redirects, r.bound, r.patience = 0, 100*time.Millisecond, 4*time.Second
 }
@@ -138,7 +138,7 @@ func (r *route) after(f failure) time.Duration {
 	return delay
 }
 
-// silent is called when the first reply did not come in time: the next replica gets longer.
+// silent is called when the first reply did not come in time: the next replica gets more time.
 func (r *route) silent() {
 	if r.patience *= 2; r.patience > 16*time.Second {
 		r.patience = 16 * time.Second
@@ -193,7 +193,7 @@ type member struct {
 	confirmed int32
 	port      net.Listener // reserves the master port until the worker starts
 
-	// What a new stream must send again, because the service acknowledges nothing.
+	// To be sent again on a new stream, because the service acknowledges nothing.
 	failed    *pb.WorkerFailure
 	failedAt  time.Time
 	succeeded int32
@@ -220,7 +220,7 @@ func (m *member) run() int {
 		select {
 		case event := <-m.messages:
 			if event.stream != m.stream {
-				break // a stream that was given up
+				break // a stream that was closed before
 			}
 			if event.err != nil {
 				m.streamEnded(event.err)
@@ -237,7 +237,7 @@ func (m *member) run() int {
 	}
 }
 
-// act does the next thing that the last update requires; it is harmless to call it at any time.
+// act takes the next step that the last update requires; it is harmless to call it at any time.
 func (m *member) act() {
 	phase, a := m.update.GetPhase(), m.update.GetAssignment()
 	final := phase == pb.Phase_PHASE_FINAL && a != nil
@@ -255,7 +255,7 @@ func (m *member) act() {
 			m.last = &pb.JoinRequest{Message: &pb.JoinRequest_Leave{Leave: &pb.LeaveRun{Reason: "left in good order"}}}
 			m.send(m.last)
 		}
-		if m.lease == nil { // there is no membership to give back
+		if m.lease == nil { // there is no membership to leave
 			m.over = true
 		}
 	case phase == pb.Phase_PHASE_FROZEN && a != nil && m.confirmed != a.Round:
@@ -300,7 +300,7 @@ func (m *member) received(response *pb.JoinResponse) {
 	}
 }
 
-// streamEnded decides whether the membership goes on. The worker runs on unless the lease is lost.
+// streamEnded ends or continues the membership. The worker runs on unless the lease is lost.
 func (m *member) streamEnded(err error) {
 	m.stream.close()
 	m.stream = nil
@@ -387,7 +387,7 @@ func (m *member) heartbeat() {
 	m.send(&pb.JoinRequest{Message: &pb.JoinRequest_Heartbeat{Heartbeat: &pb.Heartbeat{WatchdogTrouble: "the Go example has no watchdog"}}})
 }
 
-// repeat sends what the service may have missed, in the order of docs/protocol.md; it accepts each twice.
+// repeat sends again all that the service may not have received, in the order of docs/protocol.md; it accepts duplicates.
 func (m *member) repeat() {
 	m.heartbeat()
 	m.reportFailure()
@@ -445,7 +445,7 @@ func (m *member) startWorker(a *pb.Assignment) {
 		if state := w.command.ProcessState.Sys().(syscall.WaitStatus); state.Signaled() {
 			end.code = -int32(state.Signal())
 		}
-		// "No worker is alive" includes its children. A zombie that nothing reaps is as good as gone: hence the limit.
+		// "No worker is alive" includes its children. A zombie that no process reaps is harmless: hence the limit.
 		group := -w.command.Process.Pid
 		for limit := time.Now().Add(5 * time.Second); syscall.Kill(group, syscall.SIGKILL) == nil && time.Now().Before(limit); {
 			time.Sleep(10 * time.Millisecond)
@@ -486,7 +486,7 @@ func (m *member) fail(a *pb.Assignment, at time.Time, report *pb.WorkerFailure) 
 	m.reportFailure()
 }
 
-// leave announces the end to the others, who would otherwise learn of it when their connections break.
+// leave announces the end to the other nodes, which would otherwise detect it when their connections break.
 func (m *member) leave(exit int, why string) {
 	if m.leaving {
 		return

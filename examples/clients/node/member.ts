@@ -2,8 +2,8 @@
 // `watch` prints a line for each round of a run. docs/protocol.md has the rules that this program follows.
 //
 // Every event (a message, the end of a stream or of the worker, a signal, a tick of the clock) changes the state and calls
-// `act`, which compares what runs with what the last update requires: updates are states, so the way that led to the last
-// one does not matter.
+// `act`, which compares the running worker with the last update: an update is a complete state, so earlier updates do not
+// matter.
 
 import { type ChildProcess, spawn } from "node:child_process";
 import { readFileSync } from "node:fs";
@@ -21,7 +21,7 @@ import {
 
 const STOP_TIMEOUT = 10_000; // ms from SIGTERM to SIGKILL of a worker
 const LEAVE_TIMEOUT = 10_000; // ms for the service to confirm that the node left
-const TICK = 100; // ms; all deadlines are checked that often: one timer instead of five
+const TICK = 100; // ms; interval of the check of all deadlines: one timer instead of five
 
 const { values: flags, positionals } = parseArgs({
   allowPositionals: true,
@@ -135,7 +135,7 @@ interface Stream {
 interface Worker {
   process: ChildProcess;
   assignment: Assignment;
-  killAt?: number; // set once it was asked to stop
+  killAt?: number; // set once SIGTERM was sent
 }
 
 class Member {
@@ -154,7 +154,7 @@ class Member {
   private former = ""; // the incarnation of the last lease that was lost
   private port?: Server; // reserves the master port until the worker starts
 
-  // What a new stream must send again, because the service acknowledges nothing.
+  // To be sent again on a new stream, because the service acknowledges nothing.
   private failed?: { report: MessageInitShape<typeof WorkerFailureSchema>; at: number };
   private succeeded = 0;
   private last?: Message; // the last of confirm, depart and leave
@@ -194,7 +194,7 @@ class Member {
         this.leaveBy = now() + LEAVE_TIMEOUT;
         this.send((this.last = { case: "leave", value: { reason: "left in good order" } }));
       }
-      if (!this.lease) this.over = true; // there is no membership to give back
+      if (!this.lease) this.over = true; // there is no membership to leave
     } else if (phase === Phase.FROZEN && a && this.confirmed !== a.round) {
       this.confirm(a.round);
     } else if (phase === Phase.FINAL && a && this.started !== a.round && this.confirmed === a.round) {
@@ -331,7 +331,7 @@ class Member {
     child.on("exit", (code, signal) => {
       const at = now();
       const ended = () => this.step(() => this.workerEnded(worker, code ?? -constants.signals[signal!], at));
-      // "No worker is alive" includes its children. A zombie that nothing reaps is as good as gone: hence the limit.
+      // "No worker is alive" includes its children. A zombie that no process reaps is harmless: hence the limit.
       const cleanUp = () => (signalGroup(worker, "SIGKILL") && now() < at + 5000 ? setTimeout(cleanUp, 10) : ended());
       cleanUp();
     });
