@@ -13,7 +13,7 @@ import pytest
 
 from rallypoint.agent.spawner.client import Spawner
 from support.mortal import mortal
-from support.processes import fresh_marker, gone
+from support.processes import fresh_marker, gone, stop_and_kill
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.integration
@@ -87,9 +87,7 @@ def test_the_folders_of_a_killed_agent_are_removed(
 ) -> None:
     """The process that kills the tree removes its folders (one has a non-UTF-8 name), but not the target of a link."""
     # All stop before the first is killed, so none sees another die: a clean-up that has begun can't be handed on.
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for name in victims:
-            os.kill(agent.pids[name], number)
+    stop_and_kill(agent.pids[name] for name in victims)
     wait_until(lambda: list((tmp_path / "folders").iterdir()) == [], "the removal of the folders")
     assert (tmp_path / "kept" / "file").exists()
 

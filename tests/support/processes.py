@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from rallypoint.agent.spawner.spawner import watch_forks
@@ -118,3 +118,16 @@ def fresh_marker() -> Iterator[str]:
                     # A hopper changes its pid too fast to be killed alone.
                     if group not in (0, 1, os.getpgid(0)):
                         os.killpg(group, signal.SIGKILL)
+
+
+def stop_and_kill(pids: Iterable[int]) -> None:
+    """Send SIGSTOP to all, then SIGKILL to each: none acts because of another's death.
+
+    A later one may be dead already: what outlives the first kills the rest of the tree.
+    """
+    pids = list(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import signal
 import statistics
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,7 +77,8 @@ def _kill_once(folder: Path, victims: tuple[str, ...]) -> float:
             pids = {"agent": agent.pid, "spawner": spawner}
             killed = time.monotonic()
             for victim in victims:
-                os.kill(pids[victim], signal.SIGKILL)
+                with suppress(ProcessLookupError):  # the guard may have been faster
+                    os.kill(pids[victim], signal.SIGKILL)
             # An agent that lives, and its guard, exit by themselves, after their last output.
             took = _wait_for_the_end(marker, {agent.pid, guard}) - killed
             agent.wait(PATIENCE)

@@ -15,7 +15,7 @@ import pytest
 
 from rallypoint.agent.spawner import spawner
 from rallypoint.agent.spawner.spawner import ProcessStat, descendants, kill_group, read_process
-from support.processes import all_there, fresh_marker, gone, living, stubborn
+from support.processes import all_there, fresh_marker, gone, living, stop_and_kill, stubborn
 from support.waiting import wait_until
 
 WORKERS = 2
@@ -106,9 +106,7 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 def test_nothing_survives_the_death_of_any_two(agent: Agent, victims: tuple[str, ...]) -> None:
     """SIGKILL of one or two of the three ends all workers, children, daemons and hoppers, without help of the test."""
     assert len(living(agent.marker)) > WORKERS * 5
-    for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: none ends because of another's death
-        for name in victims:
-            os.kill(agent.pids[name], number)
+    stop_and_kill(agent.pids[name] for name in victims)
     wait_until(agent.alone, f"the end of the tree after the death of {victims}")
     if "agent" not in victims:
         agent.hear("death")
