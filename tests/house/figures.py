@@ -197,7 +197,7 @@ def dialect() -> Figure:
 
 
 def dialect_of_tests() -> Figure:
-    """As `dialect`, of the comments and docstrings of tests, examples and docker/."""
+    """Return the same figure as `dialect`, of the comments and docstrings of tests, examples and docker/."""
     return _dialect((module.shown, module.prose) for module in _modules("tests", "examples", "docker"))
 
 
@@ -244,7 +244,7 @@ RULES = (
     Rule("hand-written back-off", backoffs, 17, 0, 0),
     Rule("constructors with more than 2 callables", callback_constructors, 8, 0, 0),
     Rule("dialect words per 1,000 words", dialect, 27.3, 0.1, 1),
-    Rule("the same of tests and examples", dialect_of_tests, 38.3, 0, 1),
+    Rule("dialect of tests, examples and docker", dialect_of_tests, 38.3, 0, 1),
     Rule("test lines", test_lines, 95_746, 114_300, 70_000),
 )
 

@@ -169,8 +169,10 @@ class LazyGroup(click.Group):
         if name not in self._lazy:
             return None
         module, _, attribute = self._lazy[name][0].partition(":")
-        with importing():
-            command: click.Command = getattr(importlib.import_module(module), attribute)
+        if module not in sys.modules:
+            with importing():
+                importlib.import_module(module)
+        command: click.Command = getattr(sys.modules[module], attribute)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
