@@ -9,7 +9,7 @@ import os
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +169,8 @@ class LazyGroup(click.Group):
         if name not in self._lazy:
             return None
         module, _, attribute = self._lazy[name][0].partition(":")
-        if module not in sys.modules:
-            with importing():
-                importlib.import_module(module)
-        command: click.Command = getattr(sys.modules[module], attribute)
+        with nullcontext() if module in sys.modules else importing():
+            command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
